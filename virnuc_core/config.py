@@ -79,7 +79,7 @@ class EngineSpec(Spec):
     )
     pin_memory: bool = Field(True, description="pack into page-locked memory on CUDA")
     commit: bool = Field(
-        True, description="write shards to disk; off only to measure what commits cost"
+        True, description="write shards to disk; off: no resuming, and no embeddings are kept"
     )
     max_shard_attempts: int = Field(
         2, ge=1, le=10, description="workers a shard may kill before it is set aside"
@@ -338,6 +338,16 @@ class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
     parameters: dict[str, Any] = Field(
         {}, description="all that the run was started with, and its sample's name"
     )
+
+    @model_validator(mode="after")
+    def _can_do_without_shards(self) -> Self:
+        """Refuse a run on a cluster that writes no shards: its nodes answer by these files."""
+        if self.cluster is not None and not self.engine.commit:
+            raise ConfigError(
+                "checkpoints cannot be disabled on a cluster, whose nodes hand over their results "
+                "in these files; leave out --disable-checkpointing"
+            )
+        return self
 
 
 class RunSpec(ReadsSpec, ClassifySpec):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
@@ -75,6 +76,9 @@ ERROR_WORDS: Final = re.compile(
 )
 MIXED_DEVICES: Final = (
     "nodes of other GPU models or versions of torch were allowed: not reproducible to the last bit"
+)
+NO_CHECKPOINTS: Final = (
+    "checkpoints were disabled: the run has no embeddings, and starting it again computes all of it"
 )
 log = logging.getLogger(__name__)
 
@@ -342,7 +346,8 @@ def classify(
         if not files.are_complete:
             # The summary keeps the times of the first writing, so these are not used.
             unused_clock = StageClock()
-            changes = _write_results(job, staging, unused_clock, files.sound)
+            scores = shards.read_scores(job.run)
+            changes = _write_results(job, staging, scores, unused_clock, files.sound)
             summary = summary.model_copy(update=changes)
             write(run.summary, summary)
         run.former_summary.unlink(missing_ok=True)
@@ -503,6 +508,11 @@ def prepare(
     _require_same_plan(run, plan)
     shards.write_plan(run, plan)
     found = _find_committed_work(run, plan)
+    if not engine.commit and len(found.todo) < len(plan):
+        raise ConfigError(
+            f"{run.root} has shards of this run, so that it can go on without computing them "
+            "again; leave out --disable-checkpointing, or start over with --force"
+        )
     is_complete = not found.todo and path_exists(run.record) and path_exists(run.summary)
     if not is_complete:
         # The record lists this start as a new attempt. A start that only finds a complete run is
@@ -701,7 +711,11 @@ def _compute(
     pooled_job = embedding.run(pool)
     embedding.record_times(clock, pooled_job)
     log_errors = _log_errors(job.run)
-    verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
+    if job.engine.commit:
+        scores = shards.read_scores(job.run)
+    else:
+        scores = shards.scores_from_texts(job.plan, pooled_job.scores)
+    verdicts = _write_results(job, staging, scores, clock, since_s=embedding.ended_s)
     own_s = time.monotonic() - started_s
 
     record = runfiles.read_record(job.run)
@@ -723,6 +737,7 @@ def _compute(
         workers=tuple(pooled_job.ready_records.values()),
         resumed=len(job.todo) < len(job.plan) or bool(earlier),
         shards=len(job.plan),
+        checkpoints=job.engine.commit,
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),
         rows_repeated=pooled_job.n_repeated,
@@ -782,6 +797,8 @@ def _run_warnings(job: Job, log_errors: Sequence[str]) -> tuple[str, ...]:
         log_errors: Lines of the workers' logs that tell of errors.
     """
     warnings = list(job.remarks)
+    if not job.engine.commit:
+        warnings.append(NO_CHECKPOINTS)
     if job.device_remark:
         warnings.append(job.device_remark)
     if log_errors:
@@ -854,11 +871,12 @@ def _log_errors(run: RunDir) -> list[str]:
 def _write_results(
     job: Job,
     staging: StageSummary,
+    sequence_scores: tuple[NDArray[np.float32], NDArray[np.bool_]],
     clock: StageClock,
     kept: Collection[Path] = (),
     since_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Write the result files from the committed shards.
+    """Write the result files of a run whose sequences all have scores.
 
     summary.json is renamed before the first file is written, so that a process that is killed here
     does not leave a run that looks complete.
@@ -866,6 +884,8 @@ def _write_results(
     Args:
         job: The run.
         staging: The staged reads.
+        sequence_scores: The scores of all distinct sequences, float32 [n, 2], and which of these
+            failed, bool [n].
         clock: Receives the time that writing took, by stage.
         kept: Files of viral or other reads that are already correct. They are not removed.
         since_s: When the embedding ended (`time.monotonic`). The time from then on that belongs to
@@ -873,18 +893,10 @@ def _write_results(
 
     Returns:
         The fields of the summary that depend on the verdicts: counts, threshold and digests.
-
-    Raises:
-        ConfigError: The shards of this run are not written to disk, so there is nothing to read.
     """
     run = job.run
     spec = job.spec
-    if not job.engine.commit:
-        raise ConfigError(
-            "commits are off, so there are no results; "
-            "this setting is for measuring what commits cost"
-        )
-    scores, failed = shards.read_scores(run)
+    scores, failed = sequence_scores
     started_s = time.monotonic()
     require_lease(run.root)
     if path_exists(run.summary):
@@ -893,7 +905,10 @@ def _write_results(
     results = write_results(
         run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
     )
-    shards.write_virtual_embeddings(run)
+    if job.engine.commit:
+        shards.write_virtual_embeddings(run)
+    else:
+        run.embeddings.unlink(missing_ok=True)  # of an earlier run, whose shards are gone
     table_digests = _digests_of(run, run.tables)
     if spec.written_verdicts:
         from virnuc_core.reads.subsets import write_reads  # imported late: few runs need it

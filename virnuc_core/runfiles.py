@@ -590,8 +590,9 @@ def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
         new: The record of the run that is about to start.
 
     Returns:
-        `new` if the directory has no usable record. Otherwise the record in the directory, which
-        is of the same run, with the devices of `new` and with one more attempt.
+        `new` if the directory has no usable record, or if one of the two runs writes no shards.
+        Otherwise the record in the directory, which is of the same run, with the devices of `new`
+        and with one more attempt.
 
     Raises:
         RunMismatchError: The directory holds another run.
@@ -608,8 +609,19 @@ def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
         raise RunMismatchError(
             f"{run.root} holds another run ({details}); choose another directory or --force"
         )
+    if not (keeps_shards(recorded_run) and keeps_shards(new)):
+        return new  # there is nothing to go on from, so earlier attempts are no part of this run
     attempts = (*recorded_run.attempts, *new.attempts)
     return recorded_run.model_copy(update={"devices": new.devices, "attempts": attempts})
+
+
+def keeps_shards(record: RunRecord) -> bool:
+    """Return whether a run writes what it computes to shards, so that it can be continued.
+
+    Records of older versions do not tell; their runs all did.
+    """
+    engine = record.spec.get("engine")
+    return not isinstance(engine, dict) or bool(engine.get("commit", True))
 
 
 def _full_identity(record: RunRecord) -> dict[str, str]:
@@ -719,6 +731,7 @@ class RunSummary(RunCounts):
     devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
     shards: Count | None = None
+    checkpoints: bool = True  # false: the run wrote no shards, so that it has no embeddings
     deaths: tuple[str, ...] | None = None
     flops: ModelFlops | None = None
     files: dict[str, FileDigest] | None = None  # result files by name; None in older versions

@@ -25,7 +25,10 @@ ENVIRONMENT: Final = {
     "models": "VIRNUC_MODELS",
     "no_prefect": "VIRNUC_NO_PREFECT",
     "email": EMAIL_VARIABLE,
+    "disable_checkpointing": "VIRNUC_DISABLE_CHECKPOINTING",
 }
+# names of VirNucPro that are used as well
+OTHER_VARIABLES: Final = {"disable_checkpointing": "VIRNUCPRO_DISABLE_CHECKPOINTING"}
 
 
 class OnTerminal(Spec):
@@ -110,13 +113,14 @@ def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
     if name in SHORT_OPTIONS:
         names.append(SHORT_OPTIONS[name])
     # Such a default means "not given". Showing it would tell the user nothing.
+    variables = [table[name] for table in (ENVIRONMENT, OTHER_VARIABLES) if name in table]
     is_without_default = field.default in (None, False, ())
     parameter = Parameter(
         name=names,
         help=field.description,
         negative_iterable=(),  # no option `--empty-...` for lists
         consume_multiple=typing.get_origin(parsed_type) is tuple,  # `--reads a.fq b.fq`
-        env_var=ENVIRONMENT.get(name),
+        env_var=variables,
         show_default=not (is_positional or is_without_default),
     )
     own_hints = [hint for hint in field.metadata if isinstance(hint, Parameter)]

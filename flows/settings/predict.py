@@ -13,7 +13,7 @@ from pydantic import Field
 from virnuc.flows.settings.shared import RunSettings
 from virnuc_core import config
 from virnuc_core.allowed_paths import require_allowed_options
-from virnuc_core.config import ClusterSpec, ReadsSpec, VerdictSpec
+from virnuc_core.config import ClusterSpec, EngineSpec, ReadsSpec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir
 from virnuc_core.system_errors import path_exists
@@ -32,6 +32,18 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         description="one run per sample, named by file name or by the read groups of a BAM "
         "(SM, else ID)",
     )
+
+    disable_checkpointing: bool = Field(
+        False,
+        description="write no shards: a run that stops begins anew, and no embeddings are kept",
+    )
+
+    def engine(self) -> EngineSpec:
+        """Return the settings of the engine, without commits if checkpoints are disabled."""
+        engine = super().engine()
+        if self.disable_checkpointing:
+            engine = engine.model_copy(update={"commit": False})
+        return engine
 
     @property
     def has_samples(self) -> bool:

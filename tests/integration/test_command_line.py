@@ -201,6 +201,31 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     assert (outcome.code, outcome.err) == (0, "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variable", ["VIRNUC_DISABLE_CHECKPOINTING", "VIRNUCPRO_DISABLE_CHECKPOINTING"]
+)
+def test_checkpoints_are_disabled_by_a_variable_too(
+    tmp_path: Path,
+    few_reads: Path,
+    models: Path,
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    out_dir = tmp_path / "out"
+    words = ["predict", few_reads, "-o", out_dir, "--models", models, "--devices", "cpu:1"]
+    outcome = run_inside(capsys, *words, "--no-prefect")
+    assert outcome.code == 0
+    assert (out_dir / "prediction_results.txt").exists()
+    assert not list((out_dir / "shards").glob("*.h5"))
+    for tool in (["rescore", out_dir, "--threshold", "0.4", "-o", tmp_path / "rescored"],):
+        outcome = run_inside(capsys, *tool)
+        assert outcome.code == 2
+        assert "checkpoints were disabled" in outcome.err
+
+
 def test_debug_shows_the_traceback(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

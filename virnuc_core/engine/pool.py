@@ -85,6 +85,8 @@ class PooledJob:
     reduced_budgets: dict[int, int] = field(default_factory=dict)  # shard → token budget divisor
     n_not_finite: int = 0  # rows with NaN or infinity as a result
     n_repeated: int = 0  # rows near the threshold that were embedded again in fp16
+    # By shard: the scores of a run without commits, see `shards.scores_from_texts`
+    scores: dict[int, str] = field(default_factory=dict)
     deaths_at_shard: Counter[int] = field(default_factory=Counter)  # workers that died there
     searches: dict[int, Probes] = field(default_factory=dict)  # by shard: the search for bad rows
     error: Exception | None = None  # the error that ends this job; other jobs go on
@@ -497,6 +499,8 @@ class Pool(AbstractContextManager["Pool"]):
         else:
             slot.active_since_s = time.monotonic()
             job.n_repeated += computed.n_repeated
+            if computed.scores is not None:
+                job.scores[task.shard] = computed.scores
             self._count_commit(job, task, computed.done)
 
     def _count_commit(self, job: PooledJob, task: ShardTask, done: ShardDone) -> None:

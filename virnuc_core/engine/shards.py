@@ -7,6 +7,7 @@ the file holds a fingerprint of all three and a checksum. A run that is started 
 the shards without a file: there is no other record of progress.
 """
 
+import base64
 import fnmatch
 import hashlib
 import json
@@ -39,7 +40,7 @@ from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, DamagedFileError, ShardError, UnsafeFileError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import NESTED_RUNS, RunDir, atomic_hdf5, write_text_atomically
-from virnuc_core.runfiles import RunRecord
+from virnuc_core.runfiles import RunRecord, keeps_shards
 from virnuc_core.safe_files import (
     change_folder,
     make_folder,
@@ -157,11 +158,13 @@ class ShardTask(Message):
 class Computed(Message):
     """A worker's answer to a `ShardTask`: the shard is on disk.
 
-    To a probe, it says only that the worker is still alive after the computation.
+    To a probe, it says only that the worker is still alive after the computation. In a run without
+    commits nothing is on disk, and the answer holds the scores.
     """
 
     done: ShardDone | None  # times and counts of the shard; None for a probe
     n_repeated: int = 0  # sequences near the threshold that were embedded again in fp16
+    scores: str | None = None  # of a run without commits, see `scores_as_text`
 
 
 class MissingShardError(ShardError):
@@ -612,6 +615,39 @@ def read_scores(
     return scores, has_failed
 
 
+def scores_as_text(scores: NDArray[np.float32]) -> str:
+    """Return the scores of a shard, float32 [n, 2], as a text for a message to the parent."""
+    return base64.b64encode(np.ascontiguousarray(scores, "<f4").tobytes()).decode("ascii")
+
+
+def scores_from_texts(
+    plan: ShardPlan, texts: dict[int, str]
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Join the scores that the workers of a run without commits have sent.
+
+    Args:
+        plan: The plan of the run.
+        texts: By shard: its scores, as `scores_as_text` returns them.
+
+    Returns:
+        What `read_scores` returns for a run with commits: the scores of all distinct sequences,
+        float32 [n, 2], and which sequences failed, bool [n].
+
+    Raises:
+        ShardError: A shard has no scores, or not one pair of scores for each sequence.
+    """
+    parts: list[NDArray[np.float32]] = [np.empty((0, 2), np.float32)]
+    for shard in range(len(plan)):
+        lo, hi = plan.range(shard)
+        values = np.frombuffer(base64.b64decode(texts.get(shard, "")), "<f4")
+        if len(values) != 2 * (hi - lo):
+            raise ShardError(f"{len(values) // 2} scores for {hi - lo} sequences", shard=shard)
+        parts.append(values.reshape(-1, 2).astype(np.float32))
+    scores = np.concatenate(parts)
+    has_failed: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(scores), axis=1)
+    return scores, has_failed
+
+
 def store_path(run: RunDir, record: RunRecord) -> Path:
     """Return the path of the store that the record of a run names.
 
@@ -644,6 +680,15 @@ def store_path(run: RunDir, record: RunRecord) -> Path:
         f"{run.record}: names the file {record.store}, which is outside the run directory and is "
         f"not opened; put the store into {run.root} and its name, {run.store.name}, into the record"
     )
+
+
+def require_kept_shards(run: RunDir, record: RunRecord) -> None:
+    """Raise a `ConfigError` if a run was started without checkpoints, so that it has no shards."""
+    if not keeps_shards(record):
+        raise ConfigError(
+            f"{run.root}: checkpoints were disabled, so this run keeps no embeddings and scores; "
+            "repeat it without --disable-checkpointing"
+        )
 
 
 def store_of(run: RunDir, record: RunRecord) -> OrfStore:

@@ -58,6 +58,7 @@ from virnuc_core.engine.shards import (
     commit,
     read_plan,
     repeats_near_threshold,
+    scores_as_text,
 )
 from virnuc_core.errors import NotFiniteError, RunMismatchError, join_first
 from virnuc_core.lease import directory_gone_error, require_directory
@@ -536,8 +537,8 @@ class Worker:
     def _commit(self, pending: Pending) -> None:
         """Write the file of a computed shard, and answer its task.
 
-        A probe is answered without writing anything. With the setting `commit` off, which the
-        overhead tool uses, no file is written either.
+        A probe is answered without writing anything. With the setting `commit` off no file is
+        written either, and the answer holds the scores.
 
         Raises:
             NotFiniteError: Too many rows are not finite.
@@ -572,7 +573,8 @@ class Worker:
             commit(run, plan, task.shard, result, make_folders=False)
         commit_s = time.monotonic() - finished_s
         done = self._shard_done(pending, finished_s, commit_s, n_skipped)
-        self._answer(Computed(done=done, n_repeated=n_repeated))
+        scores = None if self._spec.engine.commit else scores_as_text(result.scores)
+        self._answer(Computed(done=done, n_repeated=n_repeated, scores=scores))
 
     def _set_aside_not_finite(self, result: ShardResult, task: ShardTask) -> int:
         """Replace all results of rows that hold NaN or infinity by NaN, and count such rows.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
-from virnuc_core.engine.shards import read_scores, store_of
+from virnuc_core.engine.shards import read_scores, require_kept_shards, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
@@ -235,7 +235,9 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
         path: The file to write.
         threshold: The score from which a read is a virus.
     """
-    store = store_of(run, read_record(run))
+    record = read_record(run)
+    require_kept_shards(run, record)
+    store = store_of(run, record)
     scores, has_failed = read_scores(run)
     with atomic_file(path) as table:
         table.write_text("\t".join(CONTIG_COLUMNS) + "\n")

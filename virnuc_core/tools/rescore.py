@@ -140,9 +140,11 @@ def _open_finished_run(run: RunDir) -> _FinishedRun:
     """Open a run whose embeddings are all there.
 
     Raises:
-        ConfigError: Some of its shards, which hold the embeddings, are not computed yet.
+        ConfigError: Some of its shards, which hold the embeddings, are not computed yet, or it
+            keeps none.
     """
     record = read_record(run)
+    shards.require_kept_shards(run, record)
     store = shards.store_of(run, record)
     plan = shards.read_plan(run)
     n_missing = sum(not path_exists(shards.shard_path(run, shard)) for shard in range(len(plan)))
