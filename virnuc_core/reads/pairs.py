@@ -6,33 +6,22 @@ are unique. A read whose mate is missing is called an orphan. Orphans are allowe
 asked to skip broken records.
 """
 
-import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file, sample_name
+from virnuc_core.reads.sources import Inputs
 
-# The name of a file of mates. Groups: sample name, letter R, mate, number of the part of a lane.
-# Whoever changes it also looks at `sources.MATE_MARK`, which names the sample of a pair.
-MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")
 MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
 ORDER_HINT: Final = (
     "mates must follow in the same order; "
     "--on-error skip judges orphans alone, --no-pairs each read"
-)
-UNGROUPED_BAM_WARNING: Final = (
-    "%s: mates do not follow each other, so each read is judged by itself; "
-    "samtools collate puts mates next to each other"
 )
 BATCH_READS: Final = 1 << 14  # reads of a batch, at least
 _COMPARED_AT_ONCE: Final = 1 << 12  # pairs whose names are compared in one step
@@ -40,143 +29,6 @@ _COMPARED_AT_ONCE: Final = 1 << 12  # pairs whose names are compared in one step
 # files: first in a few, because mostly single reads are missing, then in many.
 _NEAR: Final = 1 << 6
 _FAR: Final = 1 << 16
-_log = logging.getLogger(__name__)
-
-
-def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
-    """Find out which input files hold pairs of mates. Each pair is written to the log.
-
-    Files are a pair if the user named them so, or by their names or flags (BAM, CRAM, SAM). If the
-    user wants each read to be judged by itself (`spec.pairs` is false), no files are.
-
-    Args:
-        spec: The files of mates that the user named, and the settings for pairs.
-        inputs: All files.
-
-    Returns:
-        The same inputs with their pairs. Files with mates come first.
-    """
-    reasons: dict[tuple[str, str], str] = {}  # by a pair of files: why they are a pair
-    if spec.pairs:
-        named_pairs = list(zip(spec.mates_1, spec.mates_2, strict=True))
-        other_files = _without_pairs(inputs.files, named_pairs)
-        if spec.interleaved:
-            named_pairs += [(name, name) for name in other_files]
-        reasons = dict.fromkeys(named_pairs, "as asked")
-        if not spec.interleaved:
-            reasons |= _detect_unnamed_pairs(spec, other_files)
-    for (first, second), reason in reasons.items():
-        _log.info("pairs: %s and %s, %s", first, second, reason)
-    paired_files: list[str] = []
-    for pair in reasons:
-        paired_files += dict.fromkeys(pair)  # once, if one file holds both mates
-    singles = [name for name in inputs.files if name not in paired_files]
-    return Inputs((*paired_files, *singles), inputs.ignored, tuple(reasons))
-
-
-def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list[str]:
-    """Return the files that are in none of the pairs."""
-    return [name for name in files if not any(name in pair for pair in pairs)]
-
-
-class _MateName(NamedTuple):
-    """The part of a file's path that is the same for both files of a pair."""
-
-    folder: Path
-    stem: str  # the name before `_R1` or `_1`
-    letter_before_mate: str  # R as in `_R1`, or empty as in `_1`
-    lane_part: str | None  # such as `_001`, as Illumina's software names the parts of a lane
-
-
-@dataclass
-class _MateCandidates:
-    """Files whose names differ only by the number of the mate, so that they may be a pair."""
-
-    firsts: list[str] = field(default_factory=list)  # named as first mates
-    seconds: list[str] = field(default_factory=list)  # named as second mates
-
-
-def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, str], str]:
-    """Detect pairs among files that the user did not name as pairs; warn about doubtful cases.
-
-    Args:
-        spec: The settings for pairs.
-        files: The files.
-
-    Returns:
-        The reason why two files are a pair, by the two files. A file that holds both mates occurs
-        twice in its key.
-    """
-    reasons: dict[tuple[str, str], str] = {}
-    candidates_by_name: dict[_MateName, _MateCandidates] = {}
-    for file in files:
-        # Alignments tell by their flags whether they are paired.
-        format_ = find_alignment_format_of_file(file)
-        if format_:
-            if _alignments_hold_pairs(spec, file, format_):
-                reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
-            continue
-        # Other files tell by their names. Collect those whose names differ only by the mate.
-        match = MATE_FILE.fullmatch(Path(file).name)
-        if match is None:
-            continue
-        stem, letter_before_mate, mate, lane_part = match.groups()
-        mate_name = _MateName(Path(file).parent, stem, letter_before_mate, lane_part)
-        candidates = candidates_by_name.setdefault(mate_name, _MateCandidates())
-        if mate == "1":
-            candidates.firsts.append(file)
-        else:
-            candidates.seconds.append(file)
-    for mate_name, candidates in candidates_by_name.items():
-        if _are_a_pair(spec, mate_name, candidates):
-            pair = candidates.firsts[0], candidates.seconds[0]
-            reasons[pair] = "by their names; --no-pairs judges each read by itself"
-    return reasons
-
-
-def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
-    """Return True if a file of alignments holds pairs whose mates are next to each other.
-
-    If it holds pairs whose mates are apart, a warning is logged: they cannot be read as pairs.
-    """
-    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files need it
-
-    sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
-    follow = mates_follow(file, format_, sample_filter)  # None: the reads are not paired
-    if follow is False:
-        _log.warning(UNGROUPED_BAM_WARNING, file)
-    return bool(follow)
-
-
-def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidates) -> bool:
-    """Decide whether files whose names differ only by the number of the mate are a pair.
-
-    They are if there is one file of each mate, and the user has named their folder. Files that the
-    user named one by one are never treated as a pair. A warning is logged if files look like a pair
-    but are not treated so, or if the other file is missing.
-
-    Args:
-        spec: The inputs as the user named them.
-        mate_name: What the names of the files have in common.
-        candidates: The files.
-    """
-    files = (*candidates.firsts, *candidates.seconds)
-    are_named = any(file in spec.reads for file in files)
-    if candidates.firsts and candidates.seconds:
-        if are_named or len(files) > 2:
-            _log.warning(
-                "%s seem to hold pairs; each read is judged by itself, "
-                "-1 and -2 before the files judge pairs",
-                " and ".join(files),
-            )
-            return False
-        return True
-    # `_R1` certainly means a first mate. `_1` alone may mean anything, so there is no warning.
-    if mate_name.letter_before_mate and not are_named:
-        _log.warning(
-            "%s: no file with its mates beside it; each read is judged by itself", files[0]
-        )
-    return False
 
 
 @dataclass(slots=True)

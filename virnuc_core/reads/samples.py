@@ -16,9 +16,9 @@ from typing import Any, Final, Literal, NamedTuple
 from virnuc_core.config import ReadsSpec, read_small_text, refuse_unreadable
 from virnuc_core.errors import ConfigError, InputError, join_first
 from virnuc_core.input_names import STDIN, is_remote
-from virnuc_core.reads.pairs import detect_pairs
+from virnuc_core.reads.file_names import ENDINGS, group_samples
+from virnuc_core.reads.mate_files import detect_pairs
 from virnuc_core.reads.sources import (
-    ENDINGS,
     Inputs,
     find_alignment_format_of_file,
     find_inputs,
@@ -35,7 +35,6 @@ COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
 MAX_SHEET_BYTES: Final = 1 << 22  # a larger file is not a sample sheet
 # The name of a sample is also the name of a folder: no slash, no blank or dot at its ends.
 NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")
-LANE: Final = re.compile(r"(?<=.)_L\d{3}\Z")  # ends the file name of one lane of a sequencer
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
 log = logging.getLogger(__name__)
 
@@ -316,7 +315,7 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     """Divide files into samples by their names.
 
     Each file, or pair of files, is a sample. Files whose names differ only by the lane (`_L001`)
-    are lanes of one sample.
+    are lanes of one sample. `file_names` has the rule.
 
     Args:
         spec: The inputs.
@@ -328,24 +327,34 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
         InputError: See `find_inputs`.
         ConfigError: A name cannot be used as a directory name, or two samples have the same name.
     """
-    lanes_by_sample = defaultdict[str, list[Lane]](list)
-    lane_names = set[str]()
-    for files in _find_named_reads(spec).groups:
-        lane_name = sample_name(files)
-        sample = LANE.sub("", lane_name)
-        lanes = lanes_by_sample[sample]
-        # A sample has either pairs of files or single files in all lanes.
-        is_mixed = bool(lanes) and len(lanes[0]) != len(files)
-        # Equal names of lanes: two files in different folders, or with different endings.
-        if lane_name in lane_names or is_mixed:
-            problem = f"named as {lanes[0][0]} is; rename one"
-        else:
-            problem = _find_name_problem(sample)
+    inputs = _find_named_reads(spec)
+    samples, clashes = group_samples(inputs.files, inputs.pairs)
+    for file, earlier_file in clashes:
+        raise ConfigError(
+            f"{file}: named as {earlier_file} is; rename one, or write a sample sheet"
+        )
+    reads_by_sample: dict[str, ReadsSpec] = {}
+    for sample in samples:
+        first_file = sample.pairs[0][0] if sample.pairs else sample.singles[0]
+        problem = _find_name_problem(sample.name)
+        if sample.name in reads_by_sample:
+            problem = "its sample is named as another one is; rename one"
         if problem:
-            raise ConfigError(f"{files[0]}: {problem}, or write a sample sheet")
-        lane_names.add(lane_name)
-        lanes.append(files)
-    return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
+            raise ConfigError(f"{first_file}: {problem}, or write a sample sheet")
+        n_groups = len(sample.pairs) + len(sample.singles)
+        if n_groups > 1:
+            log.info(
+                "sample %s: %d files or pairs are joined by their names, beginning with %s",
+                sample.name,
+                n_groups,
+                first_file,
+            )
+        reads_by_sample[sample.name] = ReadsSpec(
+            reads=tuple(sample.singles),
+            mates_1=tuple(first for first, _ in sample.pairs),
+            mates_2=tuple(second for _, second in sample.pairs),
+        )
+    return reads_by_sample
 
 
 def _find_named_reads(spec: ReadsSpec) -> Inputs:

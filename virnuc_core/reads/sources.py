@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 # about three times as fast as zlib; it checks the sums of every member, too
@@ -22,17 +23,11 @@ from isal import isal_zlib
 from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.errors import ConfigError, InputError, printable, shorten
 from virnuc_core.input_names import STDIN, is_address, is_remote
+from virnuc_core.reads.file_names import cut_endings, name_of_pair
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
 from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_with_retries
 
-ENDINGS: Final = re.compile(
-    r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z"
-)
-# Ends the name of a file of mates. It is cut off to name a sample after two such files. Which files
-# are a pair is decided by `pairs.MATE_FILE`. That knows no `.R1` or `-R1`, but more parts than
-# `_001`.
-MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60  # letters of a sample name that is derived from a file name
 REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")  # see `redact_url`
 full_urls: dict[str, str] = {}  # the addresses of this process, by their redacted forms
@@ -62,9 +57,11 @@ class Inputs(NamedTuple):
     """The input files, in the order in which they are read. Folders are replaced by their files."""
 
     files: tuple[str, ...]  # paths, or "-" for standard input
-    ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
+    ignored: tuple[str, ...]  # files that are not read, such as tables in a named folder
     # File of first mates and file of second mates. A file with both mates is named twice.
     pairs: tuple[tuple[str, str], ...] = ()
+    # Why some of the ignored files are not read. The others are neither FASTA nor FASTQ.
+    left_out: Mapping[str, str] = MappingProxyType({})
 
     @property
     def singles(self) -> tuple[str, ...]:
@@ -150,9 +147,9 @@ def sample_name(reads: Sequence[str]) -> str:
     if not reads:
         return "no-reads"
     if len(reads) == 2:
-        shared_name = _shared_name_of_mates(_file_name(reads[0]), _file_name(reads[1]))
+        shared_name = name_of_pair(_one_line(reads[0]), _one_line(reads[1]))
         if shared_name:
-            return shared_name
+            return shared_name[:MAX_NAME]
     if reads[0] == STDIN:
         name = "stdin"
     else:
@@ -162,26 +159,16 @@ def sample_name(reads: Sequence[str]) -> str:
     return name
 
 
-def _file_name(name: str) -> str:
-    """Return the name of an input without its folder and endings, as one line of printable text."""
+def _one_line(name: str) -> str:
+    """Return the path of an input, or its address without the query, as one printable line."""
     if is_address(name):
         name = re.split(r"[?#]", name)[0]
-    one_line = " ".join(printable(name).split())
-    return ENDINGS.sub("", Path(one_line).name)
+    return " ".join(printable(name).split())
 
 
-def _shared_name_of_mates(first: str, second: str) -> str:
-    """Return the name that two files of mates share; an empty text if they are not named as mates.
-
-    Args:
-        first: The name of one file without folder and endings, such as `lung_R1`.
-        second: The name of the other file.
-    """
-    stem = MATE_MARK.sub("", first)
-    has_marks = bool(MATE_MARK.search(first) and MATE_MARK.search(second))
-    if has_marks and MATE_MARK.sub("", second) == stem:
-        return stem[:MAX_NAME]
-    return ""
+def _file_name(name: str) -> str:
+    """Return the name of an input without its folder and endings, as one line of printable text."""
+    return cut_endings(_one_line(name))
 
 
 def can_be_read_twice(name: str) -> bool:

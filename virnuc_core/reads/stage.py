@@ -111,7 +111,9 @@ class StageSummary(RunFile):
     counts: StoreCounts
     files: tuple[str, ...]
     by_file: tuple[InputFile, ...]  # in the order of `files`
-    ignored_files: tuple[str, ...]  # files in a named folder that are neither FASTA nor FASTQ
+    ignored_files: tuple[str, ...]  # files that are not read, such as tables in a named folder
+    # Why some ignored files are not read. The others are neither FASTA nor FASTQ.
+    left_out: dict[str, str] = Field(default_factory=dict)
     on_error: OnError = "stop"  # the setting with which the reads were read
     read_group: str = ""
     pairs: tuple[tuple[str, str], ...] = ()  # see `Inputs.pairs`
@@ -144,7 +146,8 @@ class StageSummary(RunFile):
             if self.counts.n_reads > 0 and file.reads == 0:
                 warnings.append(f"{file.file}: holds no reads")
         for name in self.ignored_files:
-            warnings.append(f"{name}: neither FASTA nor FASTQ, not read")
+            reason = self.left_out.get(name, "neither FASTA nor FASTQ, not read")
+            warnings.append(f"{name}: {reason}")
         return warnings
 
 
@@ -204,7 +207,7 @@ def stage(
         and not find_alignment_format_of_file(inputs.files[0])
     )
     if not is_one_plain_file:
-        from virnuc_core.reads.pairs import detect_pairs  # not needed for one file
+        from virnuc_core.reads.mate_files import detect_pairs  # not needed for one file
 
         inputs = detect_pairs(spec, inputs)
     try:
@@ -466,6 +469,7 @@ def _summarize(
         files=inputs.files,
         by_file=_summarize_files(inputs, log, store),
         ignored_files=inputs.ignored,
+        left_out=dict(inputs.left_out),
         on_error=spec.on_error,
         read_group=spec.read_group,
         pairs=inputs.pairs,
@@ -586,7 +590,12 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
     if was_replaced:
         return None
     return summary.model_copy(
-        update={"store": out, "reused": True, "ignored_files": inputs.ignored}
+        update={
+            "store": out,
+            "reused": True,
+            "ignored_files": inputs.ignored,
+            "left_out": dict(inputs.left_out),
+        }
     )
 
 

@@ -236,7 +236,7 @@ def test_files_of_a_folder_are_paired_by_name_and_logged(
 ) -> None:
     caplog.set_level(logging.INFO)
     for name in ("b_R1_001", "b_R2_001", "a_R1", "a_R2", "x_1_1", "x_1_2", "alone_R1", "single"):
-        write(fasta([f"{name[0]}1", f"{name[0]}2"]), f"in/{name}.fasta")
+        write(fastq([f"{name[0]}1", f"{name[0]}2"]), f"in/{name}.fastq")
     folder = str(tmp_path / "in")
     summary, store = staged(tmp_path / "orfs.h5", reads=(folder,))
     assert [Path(name).stem for pair in summary.pairs for name in pair] == [
@@ -250,7 +250,7 @@ def test_files_of_a_folder_are_paired_by_name_and_logged(
     )
     assert [file.reads for file in summary.by_file] == [2] * 8
     assert (
-        "alone_R1.fasta: no file with its mates beside it; each read is judged by itself"
+        "alone_R1.fastq: no file with its mates beside it; each read is judged by itself"
         in caplog.text
     )
     assert sum("by their names; --no-pairs" in record.message for record in caplog.records) == 3
@@ -273,6 +273,65 @@ def test_files_named_one_by_one_are_not_paired_and_a_warning_is_logged(
     assert not staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs, (
         "three files are no pair"
     )
+
+
+def staged_folder(
+    write: WriteReads, tmp_path: Path, texts: dict[str, str]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Stage a folder with these files; return its pairs and its other files by their names."""
+    for name, text in texts.items():
+        write(text, f"in/{name}")
+    summary, _ = staged(tmp_path / "orfs.h5", reads=(str(tmp_path / "in"),))
+    pairs = [tuple(Path(file).name for file in pair) for pair in summary.pairs]
+    paired_files = {file for pair in summary.pairs for file in pair}
+    singles = [Path(file).name for file in summary.files if file not in paired_files]
+    return pairs, singles
+
+
+def test_the_ids_decide_where_names_may_mean_patients_or_mates(
+    write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {
+        "patient_1.fq": fastq("ab"),
+        "patient_2.fq": fastq("cd"),
+        "run_1.fq": fastq("ef"),
+        "run_3.fq": fastq("ef"),
+        "tag_left.fq": fastq(["m/1"]),
+        "tag_right.fq": fastq(["m/2"]),
+        "ntc_1.fq": fastq("g"),
+        "ntc_2.fq": "\n",
+    }
+    pairs, singles = staged_folder(write, tmp_path, texts)
+    assert pairs == [("run_1.fq", "run_3.fq"), ("tag_left.fq", "tag_right.fq")]
+    assert singles == ["ntc_1.fq", "patient_1.fq", "patient_2.fq"]
+    [warning] = [line for line in caplog.text.splitlines() if "patient_1.fq" in line]
+    assert "patient_2.fq differ only by what looks like a mate mark, but hold other" in warning
+
+
+def test_fasta_is_not_paired_by_its_name(
+    write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {f"{name}.{ending}": fasta("ab") for name in ("b_1", "b_2") for ending in ("fa", "")}
+    pairs, singles = staged_folder(write, tmp_path, texts | {"x_R1.fna": fasta("c")})
+    assert (pairs, len(singles)) == ([], 5)
+    write(fasta("c"), "in/x_R2.fna")
+    assert staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs == ()
+    assert "x_R2.fna differ only by what looks like a mate mark; FASTA is not" in caplog.text
+
+
+def test_index_reads_are_left_out_and_named(
+    write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {f"P_S1_L001_{mark}_001.fastq": fastq("ab") for mark in ("I1", "I2", "R1", "R2")}
+    texts |= {f"Q_S2_{mark}_001.fastq": fastq("ab") for mark in ("R1", "R2", "R3")}
+    pairs, singles = staged_folder(write, tmp_path, texts)
+    assert pairs == [
+        ("P_S1_L001_R1_001.fastq", "P_S1_L001_R2_001.fastq"),
+        ("Q_S2_R1_001.fastq", "Q_S2_R3_001.fastq"),
+    ]
+    assert singles == []
+    assert "P_S1_L001_I1_001.fastq: index reads by its name, left out" in caplog.text
+    assert "Q_S2_R2_001.fastq: molecular tags or index reads by its name" in caplog.text
 
 
 @pytest.mark.parametrize("files", ["two", "one"])

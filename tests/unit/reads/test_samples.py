@@ -140,6 +140,18 @@ def test_files_become_samples_by_their_names(tmp_path: Path) -> None:
     ]
 
 
+def test_all_files_of_a_specimen_are_one_sample(tmp_path: Path) -> None:
+    paths = files(tmp_path, "SRR7.fastq", "SRR7_1.fastq", "SRR7_2.fastq", "P_R1.fq", "P_R2.fq")
+    files(tmp_path, "P_I1.fq")
+    by_name = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
+    assert by_name == {
+        "P": ReadsSpec(mates_1=(paths[3],), mates_2=(paths[4],)),
+        "SRR7": ReadsSpec(mates_1=(paths[1],), mates_2=(paths[2],), reads=(paths[0],)),
+    }
+    apart = samples_by_file_name(ReadsSpec(reads=tuple(paths[3:]), pairs=False))
+    assert apart == {"P": ReadsSpec(reads=tuple(paths[3:]))}, "each read by itself, one specimen"
+
+
 def test_a_sample_with_an_empty_or_missing_file_is_kept(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,241 @@
+"""Decide which input files hold pairs of mates, by their names and by the ids of their first reads.
+
+`file_names` says which files are mates by their names. If a name may also mean something else, the
+ids of the first reads decide: mates have the same ids. Each decision is one line of the log.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from virnuc_core.config import ReadsSpec
+from virnuc_core.errors import InputError
+from virnuc_core.reads.file_names import UNPAIRED_REASON, MateNames, NamedPair, find_mates
+from virnuc_core.reads.sources import (
+    Inputs,
+    Source,
+    can_be_read_twice,
+    find_alignment_format_of_file,
+    sample_name,
+)
+
+UNGROUPED_BAM_WARNING: Final = (
+    "%s: mates do not follow each other, so each read is judged by itself; "
+    "samtools collate puts mates next to each other"
+)
+BY_NAME: Final = "by their names; --no-pairs judges each read by itself"
+_HEAD_BYTES: Final = 1 << 16  # of a file that are read to compare the ids of its first reads
+_MAX_IDS: Final = 100  # ids of a file that are compared
+_ID_ENDS: Final = re.compile(rb"(.+)[/._:]([123])")  # an id that ends in the number of the mate
+_log = logging.getLogger(__name__)
+
+
+def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
+    """Find out which input files hold pairs of mates. Each decision is written to the log.
+
+    Files are a pair if the user named them so, or by their names or flags (BAM, CRAM, SAM). If the
+    user wants each read to be judged by itself (`spec.pairs` is false), no files are. Files of
+    index reads are left out.
+
+    Args:
+        spec: The files of mates that the user named, and the settings for pairs.
+        inputs: All files.
+
+    Returns:
+        The same inputs with their pairs. Files with mates come first.
+    """
+    named_pairs = list(zip(spec.mates_1, spec.mates_2, strict=True))
+    other_files = _without_pairs(inputs.files, named_pairs)
+    names = find_mates(other_files)
+    for file, reason in names.left_out.items():
+        _log.warning("%s: %s", file, reason)
+    reasons: dict[tuple[str, str], str] = {}  # by a pair of files: why they are a pair
+    if spec.pairs:
+        other_files = [file for file in other_files if file not in names.left_out]
+        if spec.interleaved:
+            named_pairs += [(name, name) for name in other_files]
+        reasons = dict.fromkeys(named_pairs, "as asked")
+        if not spec.interleaved:
+            reasons |= _detect_unnamed_pairs(spec, other_files)
+    for (first, second), reason in reasons.items():
+        _log.info("pairs: %s and %s, %s", first, second, reason)
+    paired_files: list[str] = []
+    for pair in reasons:
+        paired_files += dict.fromkeys(pair)  # once, if one file holds both mates
+    singles = [
+        name for name in inputs.files if name not in paired_files and name not in names.left_out
+    ]
+    return Inputs(
+        (*paired_files, *singles),
+        (*inputs.ignored, *names.left_out),
+        tuple(reasons),
+        {**inputs.left_out, **names.left_out},
+    )
+
+
+def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list[str]:
+    """Return the files that are in none of the pairs."""
+    return [name for name in files if not any(name in pair for pair in pairs)]
+
+
+def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, str], str]:
+    """Detect pairs among files that the user did not name as pairs; warn about doubtful cases.
+
+    Args:
+        spec: The settings for pairs.
+        files: The files.
+
+    Returns:
+        The reason why two files are a pair, by the two files. A file that holds both mates occurs
+        twice in its key.
+    """
+    reasons: dict[tuple[str, str], str] = {}
+    files_without_flags: list[str] = []
+    for file in files:
+        # Alignments tell by their flags whether they are paired.
+        format_ = find_alignment_format_of_file(file)
+        if not format_:
+            files_without_flags.append(file)
+        elif _alignments_hold_pairs(spec, file, format_):
+            reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
+    names = find_mates(files_without_flags)
+    for pair in names.pairs:
+        problem = _find_problem_of_pair(spec, pair)
+        if not problem:
+            reasons[pair.first, pair.second] = BY_NAME
+        else:
+            _log.warning("%s and %s %s", pair.first, pair.second, problem)
+    _warn_of_unjoined(spec, names)
+    return reasons
+
+
+def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
+    """Return True if a file of alignments holds pairs whose mates are next to each other.
+
+    If it holds pairs whose mates are apart, a warning is logged: they cannot be read as pairs.
+    """
+    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files need it
+
+    sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
+    follow = mates_follow(file, format_, sample_filter)  # None: the reads are not paired
+    if follow is False:
+        _log.warning(UNGROUPED_BAM_WARNING, file)
+    return bool(follow)
+
+
+def _find_problem_of_pair(spec: ReadsSpec, pair: NamedPair) -> str:
+    """Return why two files that are mates by their names are not joined; empty if they are.
+
+    As a side effect, the beginning of both files is read.
+
+    Args:
+        spec: The inputs as the user named them.
+        pair: The files.
+    """
+    if pair.first in spec.reads or pair.second in spec.reads:
+        # Files that the user named one by one are taken as they are named.
+        return (
+            "seem to hold pairs; each read is judged by itself, -1 and -2 before the files "
+            "judge pairs"
+        )
+    first, second = _read_beginning(pair.first), _read_beginning(pair.second)
+    if first.is_fasta or second.is_fasta:
+        return (
+            "differ only by what looks like a mate mark; FASTA is not joined by its name, "
+            "-1 and -2 before the files judge pairs"
+        )
+    if not pair.is_certain and not first.may_be_mates_of(second):
+        return (
+            "differ only by what looks like a mate mark, but hold other reads, so each read is "
+            "judged by itself; -1 and -2 before the files judge pairs"
+        )
+    return ""
+
+
+def _warn_of_unjoined(spec: ReadsSpec, names: MateNames) -> None:
+    """Log a warning for files that look like mates and are not joined, and for missing files."""
+    for unjoined in names.unjoined:
+        if unjoined.reason == UNPAIRED_REASON:  # nothing is in doubt
+            _log.info("%s: %s", _list_files(unjoined.files), unjoined.reason)
+            continue
+        if any(file in spec.reads for file in unjoined.files):
+            reason = "seem to hold pairs"
+        else:
+            reason = f"differ only by what looks like a mate mark; {unjoined.reason}"
+        _log.warning(
+            "%s %s; each read is judged by itself, -1 and -2 before the files judge pairs",
+            _list_files(unjoined.files),
+            reason,
+        )
+    lonely = tuple(file for file in names.lonely if file not in spec.reads)
+    if lonely:
+        _log.warning(
+            "%s: no file with its mates beside it; each read is judged by itself",
+            _list_files(lonely),
+        )
+
+
+def _list_files(files: tuple[str, ...]) -> str:
+    """Return the names of some files for a message; of many only the first ones."""
+    if len(files) > 4:
+        return f"{', '.join(files[:3])} and {len(files) - 3:,} more"
+    return " and ".join(files)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What the first bytes of a file tell about its reads.
+
+    Attributes:
+        ids: The ids of the first reads of a FASTQ file; none for FASTA.
+        is_fasta: The file holds FASTA.
+        is_known: False if the file cannot be read here. Staging then tells why.
+    """
+
+    ids: tuple[bytes, ...] = ()
+    is_fasta: bool = False
+    is_known: bool = True
+
+    def may_be_mates_of(self, other: "_Beginning") -> bool:
+        """Return True if the first reads of both files have ids in common.
+
+        Ids may end in the number of the mate, if all ids of both files do. Two empty files may be
+        mates: those of a negative control.
+        """
+        if not (self.is_known and other.is_known):
+            return True
+        if not self.ids and not other.ids:
+            return True
+        return bool(set(self.ids) & set(other.ids)) or bool(
+            set(self._ids_without_mates()) & set(other._ids_without_mates())
+        )
+
+    def _ids_without_mates(self) -> tuple[bytes, ...]:
+        """Return the ids without the number of the mate at their ends; none if one has none."""
+        matches = [_ID_ENDS.fullmatch(name) for name in self.ids]
+        names = tuple(match[1] for match in matches if match is not None)
+        is_same_mate = len({match[2] for match in matches if match is not None}) == 1
+        return names if is_same_mate and len(names) == len(self.ids) else ()
+
+
+def _read_beginning(file: str) -> _Beginning:
+    """Read the first reads of a file, to compare their ids with those of another file.
+
+    A pipe is not read, because its bytes come only once.
+    """
+    try:
+        if not can_be_read_twice(file):
+            return _Beginning(is_known=False)
+        with Source.open(file) as source:
+            text = source.read(_HEAD_BYTES)
+            if not text and source.damage is not None:
+                return _Beginning(is_known=False)
+    except (InputError, OSError):  # staging reports it
+        return _Beginning(is_known=False)
+    lines = text.removeprefix(b"\xef\xbb\xbf").lstrip().splitlines()
+    if lines and lines[0][:1] in (b">", b";"):
+        return _Beginning(is_fasta=True)
+    headers = lines[: 4 * _MAX_IDS : 4]
+    ids = [header[1:].split()[0] for header in headers if header[:1] == b"@" and header[1:].split()]
+    return _Beginning(tuple(ids))
