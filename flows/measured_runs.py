@@ -18,7 +18,7 @@ from virnuc.tasks.overhead import measure_costs
 from virnuc.tasks.precision import embed_in_fp32
 from virnuc.tasks.report import publish_report, report_validation
 from virnuc.tasks.time_limit import TimeLimitError
-from virnuc_core.config import ClassifySpec
+from virnuc_core.config import ClassifySpec, Switch
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile
@@ -49,6 +49,7 @@ class MeasuredWork:
         spec: Settings of the runs. Their `force` drops the results of earlier runs.
         machines: The devices to run on.
         staging: What was staged.
+        with_model_loading: Whether it is also measured what workers save by keeping their models.
     """
 
     out: Path
@@ -57,6 +58,7 @@ class MeasuredWork:
     spec: ClassifySpec
     machines: Machines
     staging: StageSummary
+    with_model_loading: bool = False
 
     @property
     def bench(self) -> Bench:
@@ -119,7 +121,7 @@ def record_work(
     summaries = [f"{name}/{SUMMARY}" for name in _names_of_runs(device_counts)]
     if with_baseline:
         summaries.append(f"{BASELINE}/{SUMMARY}")
-    costs = [OVERHEAD] if measures_costs(work) else []
+    costs = [OVERHEAD] if measured_switches(work) else []
     record_validation(
         work.out,
         work.spec,
@@ -144,10 +146,21 @@ def _names_of_runs(device_counts: Sequence[int]) -> list[str]:
     return names
 
 
-def measures_costs(work: MeasuredWork) -> bool:
-    """Return whether the cost of commits is measured: the profile asks, and it can be done here."""
-    is_asked = "checkpoint_overhead" in work.profile.targets
-    return is_asked and work.machines.has_local_devices and work.staging.counts.n_rows > 0
+def measured_switches(work: MeasuredWork) -> tuple[Switch, ...]:
+    """Return the features whose cost is measured, by runs with and without each of them.
+
+    The cost of commits is measured if the profile has a criterion about it, and that of loading the
+    models if the user asks for it. Nothing is measured if this machine cannot do so, or if no read
+    has an open reading frame.
+    """
+    if not work.machines.has_local_devices or not work.staging.counts.n_rows:
+        return ()
+    switches: list[Switch] = []
+    if "checkpoint_overhead" in work.profile.targets:
+        switches.append("commits")
+    if work.with_model_loading:
+        switches.append("models")
+    return tuple(switches)
 
 
 def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, ...]:
@@ -215,7 +228,7 @@ def measure_precision_and_costs(work: MeasuredWork) -> None:
     """Embed a sample in fp32, and measure the cost of commits, where this machine can do so.
 
     A cluster's own devices are not used for this. The results are written to the directory of the
-    validation. The cost of commits is measured only if the profile has a criterion about it.
+    validation. `measured_switches` says which costs are measured.
     """
     machines = work.machines
     engine = work.spec.engine
@@ -223,9 +236,12 @@ def measure_precision_and_costs(work: MeasuredWork) -> None:
         n_sequences = work.profile.fp32_sequences
         embed_in_fp32(work.out, work.bench, engine, n_sequences, label=work.label).result()
 
-    if measures_costs(work):
+    switches = measured_switches(work)
+    if switches:
         force = work.spec.force
-        measure_costs(work.out, work.bench, engine, label=work.label, force=force).result()
+        measure_costs(
+            work.out, work.bench, engine, label=work.label, force=force, switches=switches
+        ).result()
 
 
 def compare_and_report(

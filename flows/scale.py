@@ -50,7 +50,15 @@ def run_steps(settings: ScaleSettings) -> Judgement:
     with connected_machines(settings) as (spec, machines):
         announce(label, profile.name, machines.local.kind)
         staging = stage_reads_of(settings, label)
-        work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
+        work = MeasuredWork(
+            settings.out,
+            label,
+            profile,
+            spec,
+            machines,
+            staging,
+            with_model_loading=settings.persistent_models,
+        )
         device_counts = machines.scaling_counts(profile, settings.repeats)
         record_work(work, device_counts)
         names = run_on_each(work, device_counts)

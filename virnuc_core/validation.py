@@ -213,6 +213,7 @@ TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
 # Shortest run that times commits. The rate of a shorter one depends on chance (its scheduling).
 MIN_SECONDS: Final = 10.0
+NO_COMMIT_PAIRS: Final = "no pair of runs with and without commits"
 SHOWN_CHARACTERS: Final = 12  # of a fingerprint
 
 
@@ -260,14 +261,33 @@ class OverheadFile(RunFile):
     shard_tokens: int
     pairs: tuple[OverheadPair, ...]
 
-    @property
-    def commit_overheads(self) -> list[float]:
-        """Return the commit overhead of each valid pair as a fraction, ascending.
+    def overheads_of(self, switch: Switch) -> list[float]:
+        """Return the overhead of each valid pair of one feature as a fraction, ascending.
 
         Negative values are noise.
         """
-        overheads = [pair.overhead for pair in self.pairs if pair.switch == "commits"]
+        overheads = [pair.overhead for pair in self.pairs if pair.switch == switch]
         return sorted(overhead for overhead in overheads if overhead is not None)
+
+    @property
+    def commit_overheads(self) -> list[float]:
+        """Return the commit overhead of each valid pair as a fraction, ascending."""
+        return self.overheads_of("commits")
+
+    @property
+    def persistent_models_speedups(self) -> list[float]:
+        """Return for each valid pair, ascending, how many times faster workers are that keep their
+        models, than those that load them once more halfway.
+        """
+        shares = self.overheads_of("models")
+        return [1.0 / (1.0 - share) for share in shares if share < 1.0]
+
+    @property
+    def persistent_models_speedup(self) -> float | None:
+        """Return the median of these speed-ups, or `None` without a valid pair."""
+        if not self.persistent_models_speedups:
+            return None
+        return median(self.persistent_models_speedups)
 
     @property
     def median(self) -> float | None:
@@ -279,6 +299,8 @@ class OverheadFile(RunFile):
     @property
     def problem(self) -> str:
         """Return why the pairs tell nothing about commits; an empty text if they do."""
+        if not any(pair.switch == "commits" for pair in self.pairs):
+            return NO_COMMIT_PAIRS
         n_pairs = len(self.commit_overheads)
         if n_pairs < MIN_PAIRS:
             return f"{n_pairs} undisturbed pairs of runs; {MIN_PAIRS} are needed"

@@ -32,6 +32,7 @@ from cyclopts import (
     Argument,
     CycloptsError,
     MissingArgumentError,
+    UnknownOptionError,
     UnusedCliTokensError,
     ValidationError,
 )
@@ -61,6 +62,18 @@ WORDS_FOR_CYCLOPTS: Final = {
     "-1": "--mates-1",
     "-2": "--mates-2",
     "-": STDIN_PLACEHOLDER,
+}
+# Options of VirNucPro's `predict` that have another form here, and what to do
+VIRNUCPRO_OPTIONS: Final = {
+    "--gpus": "name devices with --devices cuda:0,cuda:1",
+    "--parallel": "leave it out, all GPUs work at the same time",
+    "--keep-intermediate": "leave it out, the embeddings are always kept",
+    "--persistent-models": "leave it out, workers always keep their models",
+    "--resume": "leave it out, the same command goes on with the work that is missing",
+    "--output-dir": "use --out",
+    "--dnabert-batch-size": "use --dna-token-budget, in tokens",
+    "--esm-batch-size": "use --token-budget, in tokens",
+    "--batch-size": "use --token-budget and --dna-token-budget, in tokens",
 }
 
 app = App(
@@ -263,6 +276,10 @@ def _describe_misuse(error: CycloptsError) -> str:
     an option has no value. Such messages are replaced. The others are returned as they are.
     """
     match error:
+        case UnknownOptionError(token=token):
+            option = (token.keyword or token.value).partition("=")[0]
+            if option in VIRNUCPRO_OPTIONS:
+                return f"Unknown option: {option} (of VirNucPro): {VIRNUCPRO_OPTIONS[option]}"
         # No word was given for the argument at all (`tokens`).
         case MissingArgumentError(argument=Argument(tokens=[]) as missing, keyword=None):
             return f"{'/'.join(missing.names)} is required"

@@ -14,3 +14,8 @@ class ScaleSettings(MeasureSettings):
     repeats: int = Field(
         1, ge=1, le=20, description="runs on each number of devices; their median counts"
     )
+    persistent_models: bool = Field(
+        False,
+        description="also measure what workers save by keeping their models: pairs of runs with "
+        "and without",
+    )

@@ -15,6 +15,7 @@ from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.embedding import Job
 from virnuc_core.engine.shards import ShardResult, commit
+from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
@@ -25,7 +26,7 @@ from .pages import StageThroughputResult, judge_stages, stage_data, stage_page, 
 
 Measured = Callable[..., StageThroughputResult]
 STAGES = ("translation", "dnabert_s", "esm2", "merge", "prediction")
-LEAST_UTILISATION = 80.0  # percent, of a stage on a GPU
+LEAST_UTILISATION = load_profile("phase6-stages").targets["gpu_utilisation"].value  # percent
 DEVICE = torch.device("cuda:0" if GPUS else "cpu")
 
 

@@ -353,6 +353,24 @@ def test_simulate_refuses_unknown_formats_and_options(
     assert "Unknown option: --bogus" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--parallel", "leave it out"),
+        ("--keep-intermediate", "leave it out"),
+        ("--gpus=0,1", "--devices cuda:0,cuda:1"),
+    ],
+)
+def test_options_of_virnucpro_are_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, advice: str
+) -> None:
+    words = ("predict", "reads.fa", "-o", tmp_path / "out", "--models", tmp_path, "--force", option)
+    outcome = run_inside(capsys, *words)
+    assert outcome.code == 2
+    assert advice in outcome.err
+    require_one_line(outcome.err)
+
+
 def test_devices_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cpu:" in run_inside(capsys, "devices").out
     assert "ci-smoke" in run_inside(capsys, "profiles").out

@@ -15,7 +15,8 @@ from virnuc_core.engine import devices
 from virnuc_core.report.build import read_report
 from virnuc_core.report.regression import read_history
 from virnuc_core.report.verify import verify_report
-from virnuc_core.runfiles import Device
+from virnuc_core.runfiles import Device, read
+from virnuc_core.validation import OVERHEAD, OverheadFile
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 
@@ -116,6 +117,27 @@ def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
     assert verify_report(tmp_path / "out").ok
     assert main(["history", str(history)]) == 5
     assert len(read_history(history)) == 3
+
+
+@pytest.mark.slow
+def test_scale_tells_what_persistent_models_save(
+    tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three pairs of runs: with workers that keep their models, and that load them once more."""
+    out = tmp_path / "out"
+    words = ["scale", few_reads, "--models", models, "--devices", "cpu:1", "--out", out]
+    words += ["--profile", write_profile(tmp_path / "curve.toml", QUICK), "--shard-tokens", 4096]
+    assert main([*map(str, words), "--persistent-models"]) == 0, capsys.readouterr().err
+    pairs = read(out / OVERHEAD, OverheadFile).pairs
+    assert [pair.switch for pair in pairs] == ["models"] * 3
+    assert f'"{OVERHEAD}"' in (out / "run.json").read_text(), "a file that must not be lost"
+    report = read_report(out / "report" / "report.json")
+    assert report.overhead is not None
+    speedup = report.overhead.persistent_models_speedup
+    assert speedup is not None
+    assert speedup > 1.0, "loading twice is never faster"
+    assert "as fast as loading once more halfway" in (out / "report" / "report.txt").read_text()
+    assert verify_report(out).ok
 
 
 @pytest.mark.slow

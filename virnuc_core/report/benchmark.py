@@ -76,6 +76,8 @@ class ScalingResult(RunFile):
     time_seconds: float
     speedup: float
     efficiency: float  # 0 to 1
+    esm2_scaling: float | None  # of the time of this stage alone
+    dnabert_scaling: float | None
     verdict: Verdict | None = None  # None: the speed-up on so many devices is not judged
     reason: str = ""
 
@@ -95,6 +97,8 @@ class ScalingResult(RunFile):
             time_seconds=figure.time_seconds,
             speedup=figure.speedup,
             efficiency=figure.efficiency,
+            esm2_scaling=figure.protein_scaling,
+            dnabert_scaling=figure.dna_scaling,
             verdict=None if figure.judged is None else figure.judged.verdict,
             reason="" if figure.judged is None else figure.judged.reason,
         )
@@ -198,11 +202,13 @@ class EfficiencyResult(RunFile):
     kwh_per_million_reads: float | None
     price_per_million_reads: float | None
     checkpoint_overhead: float | None  # 0 to 1
+    persistent_models_speedup: float | None  # over loading the models once more halfway
 
     @classmethod
     def of(cls, report: Report) -> Self:
         """Return the result of the judged run."""
         run = report.run
+        overhead = report.overhead
         encoders: tuple[EncoderMetrics, ...] = ()
         if run is not None and run.telemetry is not None:
             encoders = run.telemetry.encoders
@@ -211,7 +217,10 @@ class EfficiencyResult(RunFile):
             device_hours_per_million_reads=None if run is None else run.device_hours_per_million,
             kwh_per_million_reads=None if run is None else run.kwh_per_million,
             price_per_million_reads=None if run is None else run.price_per_million,
-            checkpoint_overhead=None if report.overhead is None else report.overhead.median,
+            checkpoint_overhead=None if overhead is None else overhead.median,
+            persistent_models_speedup=(
+                None if overhead is None else overhead.persistent_models_speedup
+            ),
         )
 
 

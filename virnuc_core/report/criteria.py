@@ -22,7 +22,7 @@ from virnuc_core.profiles import Target, TargetName
 from virnuc_core.report.model import BASELINE, Report, RunMetrics
 from virnuc_core.report.proportions import samples_needed, wilson_interval
 from virnuc_core.rundir import EXACT_FILES
-from virnuc_core.validation import BitwiseEquality, CosineStats
+from virnuc_core.validation import NO_COMMIT_PAIRS, BitwiseEquality, CosineStats
 
 CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
@@ -371,7 +371,7 @@ def measure_checkpoint_overhead(report: Report, _: RunMetrics | None) -> Finding
     """
     overhead = report.overhead
     if overhead is None:
-        return Finding(not_measured="no pair of runs with and without commits")
+        return Finding(not_measured=NO_COMMIT_PAIRS)
     if overhead.median is None:
         return Finding(not_measured=overhead.problem)
     return Finding(

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from virnuc_core.report.model import Accounting, Report, RunMetrics, TelemetryMetrics
-from virnuc_core.report.text import cell
+from virnuc_core.report.text import cell, number
+from virnuc_core.validation import NO_COMMIT_PAIRS
 
 # A little above the ceiling is the clock of the device; more is a wrong ceiling.
 MAX_SHARE_OF_CEILING: Final = 1.02
+MAX_DEVICE_TIME_SPREAD: Final = 0.10  # 1 − least ÷ most busy time of a device
+LONG_RUN_S: Final = 600.0
 
 
 def warnings(
@@ -32,10 +35,11 @@ def warnings(
         sentences += _scaling_warnings(report, run)
         if run.telemetry is not None:
             sentences += _telemetry_warnings(run.telemetry)
+            sentences += _imbalance_warnings(run.telemetry)
     if report.baseline is not None and report.baseline.failed_rows:
         problem = f"rows that are not finite: {cell(report.baseline.failed_rows)}"
         sentences.append(f"Baseline: {problem}; they are in baseline/failed.tsv.")
-    if report.overhead is not None and report.overhead.problem:
+    if report.overhead is not None and report.overhead.problem not in ("", NO_COMMIT_PAIRS):
         sentences.append(f"Checkpoint overhead: {report.overhead.problem}.")
     if report.regression is not None and report.regression.stale:
         made_from = "earlier runs of this profile here were made with other reads or weights"
@@ -93,6 +97,24 @@ def _scaling_warnings(report: Report, run: RunMetrics) -> Iterator[str]:
                 "Scaling is super-linear (more than the number of devices): "
                 "check the one-device run."
             )
+
+
+def _imbalance_warnings(telemetry: TelemetryMetrics) -> Iterator[str]:
+    """Yield a warning if the devices were busy for unlike times, so that one waited for the others.
+
+    In a short run the last shard alone makes such a difference, so that nothing is said of it.
+    """
+    busy_s = [device.busy_s for device in telemetry.busy]
+    spread = telemetry.device_time_spread
+    if spread is None or spread <= MAX_DEVICE_TIME_SPREAD or max(busy_s) < LONG_RUN_S:
+        return
+    hours = ", ".join(
+        f"{device.device} {number(device.busy_s / 3600.0, 2)} h" for device in telemetry.busy
+    )
+    yield (
+        f"Imbalance: the devices worked for unlike times ({hours}). "
+        "Lower shard_tokens, and check that the devices are of one model."
+    )
 
 
 def _telemetry_warnings(telemetry: TelemetryMetrics) -> Iterator[str]:

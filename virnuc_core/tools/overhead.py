@@ -63,7 +63,8 @@ def measure_overhead(
     without. The telemetry of the runs stays in `out/overhead/`.
 
     If the result of an earlier measurement of the same reads, weights, settings and devices has
-    enough pairs of each feature, it is returned, and nothing is run.
+    enough pairs of each feature, it is returned, and nothing is run. Its pairs of other features
+    are kept in the file.
 
     Args:
         out: The directory of the validation.
@@ -83,12 +84,13 @@ def measure_overhead(
     """
     job_digest = bench.fingerprint(engine)
     device_ids = tuple(device.id for device in resolve(bench.devices))
-    if not force:
-        earlier = read_usable(out / OVERHEAD, OverheadFile)
-        if earlier is not None and (earlier.job, earlier.devices) == (job_digest, device_ids):
-            n_pairs_of_switch = Counter(pair.switch for pair in earlier.pairs)
-            if all(n_pairs_of_switch[switch] >= pairs for switch in switches):
-                return earlier
+    earlier = read_usable(out / OVERHEAD, OverheadFile)
+    if earlier is not None and (earlier.job, earlier.devices) != (job_digest, device_ids):
+        earlier = None
+    if earlier is not None and not force:
+        n_pairs_of_switch = Counter(pair.switch for pair in earlier.pairs)
+        if all(n_pairs_of_switch[switch] >= pairs for switch in switches):
+            return earlier
 
     series = _Series(out, bench, engine, max_shards=shards * len(device_ids))
     measured_pairs: list[OverheadPair] = []
@@ -113,8 +115,28 @@ def measure_overhead(
         shard_tokens=engine.shard_tokens,
         pairs=tuple(measured_pairs),
     )
+    measured = _with_other_switches(measured, earlier)
     write(out / OVERHEAD, measured)
     return measured
+
+
+def _with_other_switches(measured: OverheadFile, earlier: OverheadFile | None) -> OverheadFile:
+    """Return a measurement with the earlier pairs of the features that were not measured now.
+
+    A verdict may stand on them, for example on the cost of commits. Pairs over other numbers of
+    shards are left out, because the file names one number for all pairs.
+
+    Args:
+        measured: The new measurement.
+        earlier: The earlier one of the same reads, weights, settings and devices, or None.
+    """
+    if earlier is None:
+        return measured
+    if (earlier.shards, earlier.shard_tokens) != (measured.shards, measured.shard_tokens):
+        return measured
+    switches = {pair.switch for pair in measured.pairs}
+    kept_pairs = [pair for pair in earlier.pairs if pair.switch not in switches]
+    return measured.model_copy(update={"pairs": (*kept_pairs, *measured.pairs)})
 
 
 def _run_pair(series: _Series, switch: Switch, number: int) -> tuple[_SwitchedRun, _SwitchedRun]:

@@ -1,7 +1,7 @@
 """The files that a sweep of settings writes: `tune.json` and `settings.toml`."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, Self
 
 from virnuc_core.config import EngineSpec
@@ -14,6 +14,12 @@ class CandidateResult(RunFile):
 
     number: int
     changes: dict[str, Any]  # against the base
+    # The next four have the names of VirNucPro's parameter sweep.
+    config: dict[str, Any]  # all settings that this sweep changes, with their values
+    elapsed_sec: float | None  # of the last trial, as the next one
+    throughput_tokens_per_sec: float | None  # median
+    gpu_utilization: float | None  # percent, of the least used device; None on a CPU
+    queue_depth: int  # batches that may be ready in advance
     tokens_per_s: tuple[float, ...]  # of each trial
     median_tokens_per_s: float | None
     spread: float | None  # of the trials, as a share of the median
@@ -23,19 +29,26 @@ class CandidateResult(RunFile):
     trials: tuple[Trial, ...]
 
     @classmethod
-    def of(cls, candidate: Candidate, tolerance: float) -> Self:
+    def of(cls, candidate: Candidate, tolerance: float, swept: Collection[str]) -> Self:
         """Return what was measured of a candidate, as it is written to the file.
 
         Args:
             candidate: One set of settings, with its trials.
             tolerance: How much its scores may differ from those of the base settings.
+            swept: Names of the settings that differ between the candidates of the sweep.
         """
+        last_trial = candidate.trials[-1] if candidate.trials else None
         spread = None  # a single trial does not tell it
         if len(candidate.rates) > 1:
             spread = candidate.spread
         return cls(
             number=candidate.number,
             changes=candidate.changes,
+            config=candidate.engine.model_dump(mode="json", include=set(swept)),
+            elapsed_sec=None if last_trial is None else last_trial.span_s,
+            throughput_tokens_per_sec=candidate.rate or None,
+            gpu_utilization=None if last_trial is None else last_trial.utilisation,
+            queue_depth=candidate.queue_depth,
             tokens_per_s=candidate.rates,
             median_tokens_per_s=candidate.rate or None,  # it is 0 without a trial
             spread=spread,
@@ -92,6 +105,7 @@ def tune_file(
     """
     best = recommendation.candidate
     tolerance = sweep.profile.score_tolerance
+    swept = {name for candidate in candidates for name in candidate.changes}
     return TuneFile(
         created=now(),
         profile=sweep.profile.name,
@@ -101,7 +115,9 @@ def tune_file(
         cores=cores,
         versions=versions(),
         base=sweep.base,
-        candidates=tuple(CandidateResult.of(candidate, tolerance) for candidate in candidates),
+        candidates=tuple(
+            CandidateResult.of(candidate, tolerance, swept) for candidate in candidates
+        ),
         recommended=RecommendedSettings(
             number=best.number,
             engine=best.engine,

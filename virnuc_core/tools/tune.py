@@ -81,6 +81,14 @@ class Candidate:
         return " ".join(f"{name}={value}" for name, value in self.changes.items()) or "base"
 
     @property
+    def queue_depth(self) -> int:
+        """How many batches may be ready in advance.
+
+        Without loader processes, a thread of the worker makes them.
+        """
+        return self.engine.prefetch_factor * max(1, self.engine.num_workers)
+
+    @property
     def rates(self) -> tuple[float, ...]:
         """Tokens/s of each trial."""
         return tuple(trial.tokens_per_s for trial in self.trials)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.damage import edit_json
 from virnuc_core.profiles import Profile, load_profile
+from virnuc_core.report.benchmark import benchmark_json
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Criterion
 from virnuc_core.report.raw_files import RawFolder
@@ -16,6 +18,7 @@ from virnuc_core.report.render import render
 from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import verify_overhead
+from virnuc_core.report.views.speed import efficiency_facts
 from virnuc_core.report.views.tools import overhead_rows
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read, write
@@ -142,6 +145,43 @@ def test_runs_too_short_to_tell_are_not_run(tmp_path: Path, production: Profile)
     assert check.value is not None
     assert "a run took 1.5 s" in check.reason
     assert len(overhead_differences(tmp_path)) == 3, "the seconds are computed again too"
+
+
+def test_persistent_models_are_told_and_are_no_measurement_of_commits(
+    tmp_path: Path, production: Profile
+) -> None:
+    """Pairs of the models alone: how much faster, and nothing about checkpoints."""
+    pairs = tuple(
+        OverheadPair(
+            switch="models",
+            with_run=f"overhead/{number}-models-on",
+            without_run=f"overhead/{number}-models-off",
+            with_tokens_per_s=rate,
+            without_tokens_per_s=100.0,
+            seconds=20.0,
+            restarts=0,
+        )
+        for number, rate in enumerate((120.0, 150.0, 130.0), start=1)
+    )
+    content = OverheadFile(job="0", devices=GPUS, shards=6, shard_tokens=262_144, pairs=pairs)
+    write(tmp_path / OVERHEAD, content)
+    report = build_report(tmp_path, production)
+    told = "1.30x as fast as loading once more halfway (median of 3 pairs of runs, 1.20 to 1.50x)"
+    assert efficiency_facts(report)["Persistent models"] == told
+    efficiency = json.loads(benchmark_json(report))["results"]["efficiency"]
+    assert efficiency["persistent_models_speedup"] == pytest.approx(1.3)
+    assert efficiency["checkpoint_overhead"] is None
+    check = overhead_check(tmp_path, production)
+    assert (check.verdict, check.reason) == (
+        "not run",
+        "no pair of runs with and without commits",
+    )
+    assert not [warning for warning in report.warnings if "Checkpoint overhead" in warning]
+
+
+def test_models_that_were_not_measured_are_not_told(tmp_path: Path, production: Profile) -> None:
+    build_pairs(tmp_path)
+    assert "Persistent models" not in efficiency_facts(build_report(tmp_path, production))
 
 
 def test_the_pairs_are_computed_again_by_verify(tmp_path: Path, production: Profile) -> None:

@@ -58,3 +58,23 @@ def check_record(out: Path, bench: Bench, engine: EngineSpec, measured: Overhead
     written_ns = record.stat().st_mtime_ns
     assert measure_overhead(out, bench, engine, pairs=1) == measured
     assert record.stat().st_mtime_ns == written_ns
+
+
+@pytest.mark.slow
+def test_measuring_one_feature_keeps_what_was_measured_of_others(
+    tmp_path: Path, bench: Bench, engine: EngineSpec
+) -> None:
+    """A criterion stands on the cost of commits: measuring the models must not erase it."""
+    commits = measure_overhead(tmp_path, bench, engine, switches=("commits",), pairs=1, shards=2)
+    both = measure_overhead(tmp_path, bench, engine, switches=("models",), pairs=1, shards=2)
+    assert [pair.switch for pair in both.pairs] == ["commits", "models"]
+    assert both.pairs[0] == commits.pairs[0]
+    again = measure_overhead(
+        tmp_path, bench, engine, switches=("models",), pairs=1, shards=2, force=True
+    )
+    assert [pair.switch for pair in again.pairs] == ["commits", "models"]
+    assert again.pairs[1] != both.pairs[1]
+    other_shards = measure_overhead(
+        tmp_path, bench, engine, switches=("models",), pairs=1, shards=1, force=True
+    )
+    assert [pair.switch for pair in other_shards.pairs] == ["models"]

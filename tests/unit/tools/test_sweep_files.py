@@ -76,6 +76,25 @@ def test_tune_json_has_every_trial_and_verdict(
     assert body["devices"][0]["name"] == "Some Processor"
 
 
+def test_tune_json_has_the_names_of_virnucpros_parameter_sweep(
+    candidates: list[Candidate], recommendation: Recommendation
+) -> None:
+    """Its rows have config, elapsed_sec, throughput_tokens_per_sec and gpu_utilization."""
+    bench = Bench(Path("orfs.h5"), Path("models"), Devices.parse("cpu:1"))
+    sweep = Sweep(Path("out"), bench, BASE, load_profile("ci-smoke"), 2, "grid")
+    content = tune_file(sweep, candidates, recommendation, devices=[], cores=4)
+    base, faster, refused_candidate = json.loads(tune_json(content))["candidates"]
+    assert base["config"] == {"token_budget": 1024, "precision": "auto"}
+    assert faster["config"] == {"token_budget": 4096, "precision": "auto"}
+    assert faster["throughput_tokens_per_sec"] == faster["median_tokens_per_s"] == 200.0
+    assert faster["elapsed_sec"] == faster["trials"][-1]["span_s"]
+    assert faster["gpu_utilization"] is None
+    assert refused_candidate["throughput_tokens_per_sec"] is None
+    assert refused_candidate["elapsed_sec"] is None
+    two_loaders = EngineSpec(num_workers=2, prefetch_factor=4)
+    assert Candidate(3, {}, two_loaders).queue_depth == 8
+
+
 def test_settings_toml_holds_the_recommended_settings_and_why(
     recommendation: Recommendation,
 ) -> None:

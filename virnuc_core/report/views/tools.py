@@ -63,8 +63,6 @@ def _rate_cells(candidate: Candidate) -> Row:
         utilisation = last.utilisation
         packing = last.packing_efficiency
         starved = None if last.queue is None else last.queue.starved
-    # The batches that may be ready in advance. Without worker processes, a thread prepares them.
-    queue_depth = candidate.engine.prefetch_factor * max(1, candidate.engine.num_workers)
     return {
         "tokens/s": rate,
         "spread": spread,
@@ -73,7 +71,7 @@ def _rate_cells(candidate: Candidate) -> Row:
         "utilisation": number(utilisation, 1, " %"),
         "packing": percent(packing),
         "starved": percent(starved),
-        "queue depth": queue_depth,
+        "queue depth": candidate.queue_depth,
     }
 
 
