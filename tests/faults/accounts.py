@@ -1,10 +1,16 @@
-"""Commands of a plain user: a user id that nobody else has, and a view of this machine that it can use."""
+"""Other users of this machine: a plain one whose commands are played, and one who attacks.
+
+Each has a user id that nobody else has. A plain user gets a view of this machine in which Python can
+be read.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pwd
+import select
 import shlex
 import shutil
 import subprocess
@@ -13,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -21,6 +27,8 @@ from .scene import ROOT, NotRunError
 
 FIRST_UID: Final = 20_000  # user ids are looked for from here on
 LAST_UID: Final = 60_000
+PROGRAM: Final = Path(__file__).with_name("intruder.py")
+ANSWERS_WITHIN_S: Final = 180.0
 CLONE_NEWNS: Final = 0x00020000  # a namespace of mounts
 
 
@@ -48,16 +56,67 @@ class Account:
         return {"HOME": str(home)}
 
 
-def unused_uid(first: int | None = None) -> int:
+class Intruder:
+    """The process of another user, to whom orders are given."""
+
+    def __init__(self, *extras: str, avoided: int | None = None) -> None:
+        """Start it under a user id that nobody has.
+
+        Args:
+            extras: Further words of its command line.
+            avoided: The user id of the plain user, of whom there may be no process at the moment.
+
+        Raises:
+            NotRunError: Only root can start a process of another user.
+        """
+        if os.geteuid() != 0:
+            raise NotRunError("only root can act as a second user")
+        self.uid = unused_uid(avoided)
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", str(PROGRAM), str(self.uid), *extras],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.answer() == self.uid
+
+    def answer(self) -> Any:
+        """Return the answer to an order.
+
+        Raises:
+            TimeoutError: There is none within `ANSWERS_WITHIN_S`.
+        """
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], ANSWERS_WITHIN_S)[0]:
+            raise TimeoutError("the intruder does not answer")
+        return json.loads(self.process.stdout.readline())
+
+    def do(self, order: str, **words: Any) -> Any:
+        """Give an order, and return its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"order": order, **words}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def __enter__(self) -> Intruder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def unused_uid(avoided: int | None = None) -> int:
     """Return a user id that no account and no process of this machine has.
 
+    Each process looks from another one on, so rounds that are played side by side do not take the
+    same.
+
     Args:
-        first: Look from here on; by default each process looks from another one, so that rounds that
-            are played side by side do not take the same.
+        avoided: A further user id that is taken.
     """
-    if first is None:
-        first = FIRST_UID + (os.getpid() * 37) % (LAST_UID - FIRST_UID)
-    taken = {account.pw_uid for account in pwd.getpwall()}
+    first = FIRST_UID + (os.getpid() * 37) % (LAST_UID - FIRST_UID)
+    taken = {account.pw_uid for account in pwd.getpwall()} | {avoided}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             taken.add(process.uids().real)

@@ -85,18 +85,21 @@ def run_code(port: int) -> list[str]:
     return answers
 
 
-def lay(kind: str, path: str, target: str) -> str:
+def lay(kind: str, path: str, target: str, aside: str = "") -> str:
     """Lay a trap; return "" or the reason why it could not be laid.
 
     Args:
         kind: link, fifo, hard link, file, folder, or folder of links.
         path: Where.
         target: What a link leads to.
+        aside: If given, what is there is renamed: this is appended to its name.
     """
     trap = Path(path)
-    if os.path.lexists(trap):
+    if os.path.lexists(trap) and not aside:
         return "something is there"
     try:
+        if aside:
+            trap.rename(path + aside)
         if kind == "link":
             trap.symlink_to(target)
         elif kind == "fifo":
@@ -120,11 +123,14 @@ def lay(kind: str, path: str, target: str) -> str:
 
 
 def spoil(folder: str) -> list[str]:
-    """Try to change, rename and remove every file of others in a folder; return what succeeded."""
+    """Try to change, rename and remove every file of others in a folder; return what succeeded.
+
+    Files in a folder of one's own are left out: who owns a folder may rename what is in it.
+    """
     successes = []
     for path in sorted(Path(folder).rglob("*")):
         try:
-            is_own = path.lstat().st_uid == os.getuid()
+            is_own = os.getuid() in (path.lstat().st_uid, path.parent.stat().st_uid)
         except OSError:
             continue
         if is_own or not path.is_file() or path.is_symlink():

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import select
-import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from .accounts import unused_uid
-from .scene import VIRNUC, NotRunError
+from .accounts import Intruder
+from .scene import VIRNUC
 from .strikes import Running, strike
+from .traps import play_traps
 
 if TYPE_CHECKING:
     from .play import Play
 
-PROGRAM: Final = Path(__file__).with_name("intruder.py")
 REFUSALS: Final = (401, 403, 421)  # what the temporary server may answer
 REPORT_REFUSALS: Final = (404, 421, 501)  # what the server of a report may answer; 501: no GET
 PAUSE_S: Final = 0.2
-TRAP_PAUSE_S: Final = 1.0  # between two traps, at most
-ANSWERS_WITHIN_S: Final = 180.0
-CODES: Final = (0, 1, 2, 3, 4)
 ROUTES: Final = (
     ("GET", "/"),
     ("GET", "/docs"),
@@ -45,83 +34,6 @@ ROUTES: Final = (
     ("POST", "/api/admin/database/clear"),
     ("OPTIONS", "/api/flow_runs/filter"),
 )
-# Names that a run opens, makes, replaces or removes in its directory.
-TRAPPED_NAMES: Final = (
-    "logs",
-    "shards",
-    "shards.look",
-    "telemetry",
-    "report",
-    ".virnuc",
-    ".virnuc.1",
-    ".virnuc.2",
-    "run.json",
-    "orfs.h5",
-    "orfs.made.json",
-    "skipped.tsv",
-    "summary.json",
-    "summary.json.former",
-    "prediction_results.txt",
-    "prediction_results_highestscore.csv",
-    "reads.tsv",
-    "failed.tsv",
-    "embeddings.h5",
-    "viral.fasta.gz",
-    ".run.json.1-0a.part",
-    ".reads.tsv.1-0a.part",
-    "shards/00001.h5",
-    "shards/plan.json",
-    "shards/.look",
-    "logs/worker-0.log",
-    "telemetry/attempt.jsonl",
-)
-TRAPS: Final = ("link", "link", "fifo", "hard link", "file", "folder", "folder of links")
-
-
-class Intruder:
-    """The process of another user, to whom orders are given."""
-
-    def __init__(self, *extras: str) -> None:
-        """Start it under a user id that nobody has.
-
-        Raises:
-            NotRunError: Only root can start a process of another user.
-        """
-        if os.geteuid() != 0:
-            raise NotRunError("only root can act as a second user")
-        self.uid = unused_uid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", str(PROGRAM), str(self.uid), *extras],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.answer() == self.uid
-
-    def answer(self) -> Any:
-        """Return the answer to an order.
-
-        Raises:
-            TimeoutError: There is none within `ANSWERS_WITHIN_S`.
-        """
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], ANSWERS_WITHIN_S)[0]:
-            raise TimeoutError("the intruder does not answer")
-        return json.loads(self.process.stdout.readline())
-
-    def do(self, order: str, **words: Any) -> Any:
-        """Give an order, and return its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"order": order, **words}) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def __enter__(self) -> Intruder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 def play_intruder(play: Play) -> None:
@@ -130,10 +42,15 @@ def play_intruder(play: Play) -> None:
         "server": _attack_server,
         "cluster": _attack_cluster,
         "report": _attack_report,
-        "shared directory": _lay_traps,
-        "directory": _lay_traps,
+        "shared directory": play_traps,
+        "directory": play_traps,
     }
     kinds[play.plan.whom](play)
+
+
+def _uid_of(play: Play) -> int | None:
+    """Return the user id under which the commands of a round run, if it is not ours."""
+    return None if play.account is None else play.account.uid
 
 
 def listeners(processes: list[psutil.Process]) -> list[tuple[str, int]]:
@@ -160,7 +77,7 @@ def _require_loopback(play: Play, doors: list[tuple[str, int]]) -> None:
 def _attack_server(play: Play) -> None:
     """Ask the temporary server of a run until the run ends or is killed, then take its port."""
     payload = _write_payload(play.folder)
-    with Intruder() as intruder:
+    with Intruder(avoided=_uid_of(play)) as intruder:
         for attempt in ("struck", "again"):
             run = play.start()
             is_killed = attempt == "struck" and play.rng.random() < 0.5
@@ -275,7 +192,7 @@ def _check_answers(play: Play, answers: list[list[Any]], refusals: tuple[int, ..
 def _attack_cluster(play: Play) -> None:
     """Try to run code through the sockets of a cluster of this machine until the run ends."""
     play.round.hit = False
-    with Intruder("dask") as intruder:
+    with Intruder("dask", avoided=_uid_of(play)) as intruder:
         run = play.start()
         while run.alive:
             family = run.family()
@@ -304,7 +221,7 @@ def _attack_report(play: Play) -> None:
     """Ask the server of a report without its token."""
     if play.ends(play.start(), (0,), "first") != 0:
         return
-    with Intruder() as intruder:
+    with Intruder(avoided=_uid_of(play)) as intruder:
         words = [*VIRNUC, "report", str(play.out), "--serve"]
         run = play.start_words(words)
         while run.alive and "(Ctrl-C ends it)" not in run.printed():
@@ -322,121 +239,3 @@ def _attack_report(play: Play) -> None:
             play.report_problem(f"report --serve: ended with {run.process.returncode}")
     play.compare("served")
     play.resume()
-
-
-# --- traps in a shared directory --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _shared_folder() -> Iterator[Path]:
-    """Make a folder that every user can reach and write to, as /tmp is."""
-    folder = Path(tempfile.mkdtemp(prefix="virnuc-shared-"))
-    folder.chmod(0o1777)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-class Victim:
-    """Files of somebody else, to which traps lead and which nobody may read, change or remove."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.secret = secrets.token_hex(16)
-        for name in ("precious.txt", "00001.h5", "plan.json", "worker-0.log", "attempt.jsonl"):
-            path = folder / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(f"{self.secret}\n")
-            path.chmod(0o600)
-        self.state = self._look()
-
-    def _look(self) -> dict[str, tuple[int, int, bytes]]:
-        """Return what is in the folder: inode, time of change and content of each file."""
-        state = {}
-        for path in sorted(self.folder.rglob("*")):
-            status = path.lstat()
-            content = path.read_bytes() if path.is_file() else b""
-            state[path.name] = (status.st_ino, status.st_mtime_ns, content)
-        return state
-
-    def problems(self, out: Path) -> list[str]:
-        """Return what has happened to the files, and where their secret has come to light."""
-        problems = []
-        state = self._look()
-        for name in sorted(self.state.keys() | state.keys()):
-            if self.state.get(name) != state.get(name):
-                problems.append(f"a foreign file was changed, made or removed: {name}")
-        for path in out.rglob("*"):
-            is_shown = path.is_file() and not path.is_symlink() and path.stat().st_nlink < 2
-            if is_shown and self.secret.encode() in path.read_bytes():
-                problems.append(f"a foreign file was read into {path.name}")
-        return problems
-
-
-def _lay_traps(play: Play) -> None:
-    """Lay links, pipes and folders in place of a run's files, before, in and between its attempts.
-
-    The directory is our own and open to everybody, or one that the intruder has made.
-    """
-    with _shared_folder() as shared, Intruder() as intruder:
-        victim = Victim(play.folder / "victim")
-        play.out = shared / "out"
-        if play.plan.whom == "shared directory":
-            play.out.mkdir()
-            play.out.chmod(0o1777)
-        else:
-            intruder.do("lay", kind="folder", path=str(play.out), target="")
-        n_laid = 0
-        for attempt in ("first", "second"):
-            # Most runs refuse a directory in which there are traps at their start.
-            if play.rng.random() < 0.3:
-                n_laid += _lay_one(play, intruder, victim)
-            run = play.start()
-            will_kill = play.rng.random() < 0.3
-            kill_at_s = time.monotonic() + play.rng.random() * play.truth.seconds
-            # Others meet their first trap while they work.
-            wants_marker = play.rng.random() < 0.8
-            while run.alive:
-                if not wants_marker or (play.out / ".virnuc").exists():
-                    n_laid += _lay_one(play, intruder, victim)
-                if will_kill and time.monotonic() > kill_at_s:
-                    run.process.kill()
-                    break
-                time.sleep(play.rng.random() * TRAP_PAUSE_S)
-            code = play.ends(run, (*CODES, -9) if will_kill else CODES, attempt)
-            if play.plan.whom == "shared directory":
-                for problem in intruder.do("spoil", folder=str(play.out)):
-                    play.report_problem(f"{attempt}: the intruder {problem}")
-            for problem in victim.problems(play.out):
-                play.report_problem(f"{attempt}: {problem}")
-            _remove_of(play.out, intruder.uid)
-            if code == 0:
-                play.compare(attempt)
-        play.round.hit = n_laid > 0
-        play.resume()
-        for problem in victim.problems(play.out):
-            play.report_problem(f"again: {problem}")
-
-
-def _lay_one(play: Play, intruder: Intruder, victim: Victim) -> bool:
-    """Lay one trap at random; return whether it could be laid."""
-    name = play.rng.choice(TRAPPED_NAMES)
-    target = play.rng.choice((victim.folder, victim.folder / "precious.txt", victim.folder / "new"))
-    kind = play.rng.choice(TRAPS)
-    reason = intruder.do("lay", kind=kind, path=str(play.out / name), target=str(target))
-    if not reason:
-        play.round.traps.append(f"{kind} {name}")
-    return not reason
-
-
-def _remove_of(folder: Path, uid: int) -> None:
-    """Remove what a user has laid in a folder; what others wrote into his folders stays."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        with suppress(OSError):
-            if path.lstat().st_uid != uid:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                path.rmdir()
-            else:
-                path.unlink()

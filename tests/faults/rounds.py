@@ -184,6 +184,9 @@ def _intruder_plans() -> list[Plan]:
     kinds.append(Plan("intrude", "report", "validate"))
     for whom in ("shared directory", "directory"):
         kinds += [Plan("intrude", whom, command) for command in commands]
+        kinds.append(Plan("intrude", whom, server="none", plain_user=True))
+    kinds.append(Plan("intrude", "server", server="embedded", plain_user=True))
+    kinds.append(Plan("intrude", "cluster", server="none", nodes=2, plain_user=True))
     return kinds
 
 
@@ -211,6 +214,7 @@ def _failing_disk_plans() -> list[Plan]:
     for file in ("baseline", "report", "history", "anything"):
         kinds.append(Plan("fail", file, "validate"))
     kinds += [Plan("fail", file, "predict-inbox") for file in ("shards", "reads", "anything")]
+    kinds.append(Plan("fail", "anything", server="none", plain_user=True))
     return kinds
 
 

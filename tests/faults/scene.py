@@ -197,7 +197,7 @@ class Scene:
 
 def python_path(*more: Path) -> str:
     """Return a child's PYTHONPATH: `more`, this source, and what is on the path of this process."""
-    folders = [*map(str, more), str(ROOT)]
+    folders = [*map(str, more), str(ROOT / "src"), str(ROOT)]
     inherited_path = os.environ.get("PYTHONPATH")
     if inherited_path:
         folders.append(inherited_path)
