@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -41,7 +42,15 @@ def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("way", ["two words", "one word", "environment", "no Prefect"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "two words",
+        pytest.param("one word", marks=pytest.mark.slow),
+        pytest.param("environment", marks=pytest.mark.slow),
+        pytest.param("no Prefect", marks=pytest.mark.slow),
+    ],
+)
 def test_the_mail_address_of_a_run_is_in_no_file(
     tmp_path: Path, database: Path, models: Path, ncbi: tuple[str, list[str]], way: str
 ) -> None:
@@ -98,9 +107,21 @@ def refusing_server() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("kind", ["closed port", "401"])
-@pytest.mark.parametrize("command", ["predict", "doctor", "approve"])
+# With --debug a command says more than without. `make test` has that once for each command.
+QUICK_REFUSALS = (
+    ("predict", "401", True),
+    ("doctor", "closed port", True),
+    ("approve", "401", True),
+)
+REFUSALS = tuple(
+    pytest.param(*refusal, marks=() if refusal in QUICK_REFUSALS else pytest.mark.slow)
+    for refusal in itertools.product(
+        ("predict", "doctor", "approve"), ("closed port", "401"), (False, True)
+    )
+)
+
+
+@pytest.mark.parametrize(("command", "kind", "debug"), REFUSALS)
 def test_a_password_is_in_no_message_about_a_server(
     tmp_path: Path,
     database: Path,

@@ -90,7 +90,14 @@ def predict(
     return printed
 
 
-@pytest.mark.parametrize("no_proxy", [None, "", "[::1]:80, *.example.org;"])
+@pytest.mark.parametrize(
+    "no_proxy",
+    [
+        None,
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("[::1]:80, *.example.org;", marks=pytest.mark.slow),
+    ],
+)
 def test_a_temporary_server_is_reached_without_a_proxy(
     no_proxy: str | None,
     proxy: Proxy,
@@ -109,7 +116,10 @@ def test_a_temporary_server_is_reached_without_a_proxy(
     assert proxy.requests == []
 
 
-@pytest.mark.parametrize("address", ["socks5h://127.0.0.1:9", "socks://127.0.0.1:9"])
+@pytest.mark.parametrize(
+    "address",
+    ["socks5h://127.0.0.1:9", pytest.param("socks://127.0.0.1:9", marks=pytest.mark.slow)],
+)
 def test_a_socks_proxy_ends_no_run(
     address: str, environment: dict[str, str], few_reads: Path, models: Path, tmp_path: Path
 ) -> None:

@@ -179,7 +179,7 @@ def results(
     "spoil",
     [
         not_importable,
-        home_unset,
+        pytest.param(home_unset, marks=pytest.mark.slow),
         pytest.param(sound, marks=pytest.mark.slow),
         pytest.param(home_absent, marks=pytest.mark.slow),
         pytest.param(home_is_a_file, marks=pytest.mark.slow),
@@ -270,7 +270,14 @@ def no_device(_folder: Path) -> tuple[int, dict[str, object]]:
     return 4, {"--devices": "cpu:4096"}
 
 
-@pytest.mark.parametrize("wrong", [damaged_reads, no_weights, no_device])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        damaged_reads,
+        pytest.param(no_weights, marks=pytest.mark.slow),
+        pytest.param(no_device, marks=pytest.mark.slow),
+    ],
+)
 def test_exit_codes_are_the_same_without_prefect(
     wrong: Callable[[Path], tuple[int, dict[str, object]]],
     no_prefect: Surroundings,
@@ -432,7 +439,14 @@ def test_every_flow_goes_on_if_no_server_can_be_had_and_says_so_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "spoil", [not_importable, home_unset, damaged_profiles, damaged_database, wrong_number]
+    "spoil",
+    [
+        not_importable,
+        wrong_number,
+        pytest.param(home_unset, marks=pytest.mark.slow),
+        pytest.param(damaged_profiles, marks=pytest.mark.slow),
+        pytest.param(damaged_database, marks=pytest.mark.slow),
+    ],
 )
 def test_a_validation_that_needs_a_reviewer_stops_in_one_line_without_a_server(
     spoil: Callable[[Surroundings], None],
@@ -453,7 +467,14 @@ def test_a_validation_that_needs_a_reviewer_stops_in_one_line_without_a_server(
     assert not out_dir.exists()
 
 
-@pytest.mark.parametrize("spoil", [not_importable, damaged_profiles, wrong_level])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        not_importable,
+        pytest.param(damaged_profiles, marks=pytest.mark.slow),
+        pytest.param(wrong_level, marks=pytest.mark.slow),
+    ],
+)
 def test_a_named_server_is_needed_even_where_prefect_cannot_be_loaded(
     spoil: Callable[[Surroundings], None],
     surroundings: Surroundings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,13 @@ from .runs import copy_run, result_bytes
 
 PROGRAM = "from tests.unit.engine.runs import {name}; {name}()"
 TIMES = ("staging", "computing", "writing results")
+WAYS = ("renamed", "removed", "replaced")
+# `make test` has each time and each way once; the other pairs are in `make test-slow`.
+QUICK_PAIRS = tuple(zip(TIMES, WAYS, strict=True))
+PAIRS = tuple(
+    pytest.param(*pair, marks=() if pair in QUICK_PAIRS else pytest.mark.slow, id="-".join(pair))
+    for pair in itertools.product(TIMES, WAYS)
+)
 
 
 def run_child(
@@ -36,8 +44,7 @@ def run_child(
     )
 
 
-@pytest.mark.parametrize("way", ["renamed", "removed", "replaced"])
-@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize(("time", "way"), PAIRS)
 def test_a_run_whose_directory_has_gone_says_so_and_makes_nothing(
     tmp_path: Path, tiny_models: Path, reads_file: Path, time: str, way: str
 ) -> None:
@@ -58,11 +65,17 @@ def test_a_run_whose_directory_has_gone_says_so_and_makes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lost"] * (way != "removed")
 
 
-@pytest.mark.parametrize("way", ["parent renamed", "parent removed"])
+@pytest.mark.parametrize(
+    "way", ["parent renamed", pytest.param("parent removed", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("time", "is_relative"),
-    [("computing", False), *((time, True) for time in TIMES)],
-    ids=["absolute path", *(f"relative path, {time}" for time in TIMES)],
+    [
+        pytest.param("computing", False, marks=pytest.mark.slow, id="absolute path"),
+        pytest.param("staging", True, marks=pytest.mark.slow, id="relative path, staging"),
+        pytest.param("computing", True, id="relative path, computing"),
+        pytest.param("writing results", True, marks=pytest.mark.slow, id="relative path, writing"),
+    ],
 )
 def test_the_folder_that_holds_the_directory_may_go_as_well(
     tmp_path: Path, tiny_models: Path, reads_file: Path, time: str, way: str, is_relative: bool
@@ -101,7 +114,14 @@ def test_a_worker_writes_nothing_into_another_run_of_the_same_name(
     assert result_bytes(root) == shards_before
 
 
-@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize(
+    "time",
+    [
+        pytest.param("staging", marks=pytest.mark.slow),
+        "computing",
+        pytest.param("writing results", marks=pytest.mark.slow),
+    ],
+)
 def test_the_next_start_works_under_the_old_name_and_the_new_one(
     tmp_path: Path, tiny_models: Path, reads_file: Path, time: str
 ) -> None:

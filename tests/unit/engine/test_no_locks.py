@@ -16,7 +16,9 @@ from .runs import result_bytes
 
 PROGRAM = "from tests.unit.engine.runs import {name}; {name}()"
 # What such file systems answer to a request for a lock.
-LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EAGAIN, errno.EIO)
+OTHER_LOCK_ERRORS = (errno.ENOSYS, errno.EAGAIN, errno.EIO)
+LOCK_ERRORS = [errno.ENOLCK]
+LOCK_ERRORS += [pytest.param(number, marks=pytest.mark.slow) for number in OTHER_LOCK_ERRORS]
 
 
 def run_without_locks(name: str, folder: Path, number: int, *arguments: object) -> str:

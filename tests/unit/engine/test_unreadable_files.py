@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +27,16 @@ from .runs import ONE_CORE, SMALL, copy_run
 PROGRAM = "from tests.unit.engine.runs import predict_in_child; predict_in_child()"
 # Errors that say nothing about the content of a file.
 PASSING_ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.ETIMEDOUT)
+# `make test` has each call with one error; the other pairs are in `make test-slow`.
+QUICK_FAILURES = ((OPEN, errno.ESTALE), (READ, errno.EIO))
+FAILURES = tuple(
+    pytest.param(
+        *failure,
+        marks=() if failure in QUICK_FAILURES else pytest.mark.slow,
+        id=f"{'open' if failure[0] == OPEN else 'read'}-{errno.errorcode[failure[1]]}",
+    )
+    for failure in itertools.product((OPEN, READ), PASSING_ERRORS)
+)
 # Every kind of file that a run reads again, and what fails: to open it, to read it, to look at it.
 FILES_READ_AGAIN = {
     "shard": ("/shards/00001.h5", OPEN),
@@ -97,10 +108,9 @@ def unfinished_run(tmp_path: Path, finished_run: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("number", PASSING_ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("calls", [OPEN, READ], ids=["open", "read"])
+@pytest.mark.parametrize(("calls", "number"), FAILURES)
 def test_shards_that_cannot_be_read_stop_the_run_and_stay(
-    unfinished_run: Path, tiny_models: Path, reads_file: Path, number: int, calls: str
+    unfinished_run: Path, tiny_models: Path, reads_file: Path, calls: str, number: int
 ) -> None:
     files_before = contents(unfinished_run)
 
@@ -130,7 +140,28 @@ def test_no_file_that_cannot_be_read_is_taken_for_absent_or_damaged(
     assert "Error: " in last_line
     require_untouched(unfinished_run, files_before)
 
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in FILES_READ_AGAIN
+            if name != "shard"
+        ),
+    ],
+)
+def test_after_a_file_could_not_be_read_the_next_start_computes_only_what_is_missing(
+    name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
+) -> None:
+    path, calls = FILES_READ_AGAIN[name]
+    failing = failing_calls(path, errno.ESTALE, calls)
+    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    assert child.returncode != 0, child.stderr
+
     child = predict(unfinished_run, tiny_models, reads_file)
+
     assert child.returncode == 0, child.stderr
     summary = read_summary(RunDir(unfinished_run))
     assert summary is not None
@@ -168,7 +199,13 @@ def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
 
 @pytest.mark.parametrize(
     "number",
-    [errno.ETIMEDOUT, errno.EAGAIN, errno.ESTALE, errno.ECONNRESET],
+    [
+        errno.ESTALE,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET)
+        ),
+    ],
     ids=errno.errorcode.get,
 )
 def test_a_worker_that_cannot_write_is_not_the_fault_of_a_row(
