@@ -9,7 +9,7 @@ connection needs no proxy.
 import ipaddress
 import logging
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -54,7 +54,7 @@ def bypass_for_loopback(environment: MutableMapping[str, str], *, has_socks: boo
             environment[name] = address
 
 
-def _value_of(environment: MutableMapping[str, str], variable: str) -> str:
+def _value_of(environment: Mapping[str, str], variable: str) -> str:
     """Return the value of a variable that may be written in any case; empty if it is not set.
 
     As for all programs in Python, the variable in small letters counts if it is set, also if it is
@@ -105,6 +105,26 @@ def _exception_for_httpx(entry: str) -> str:
     if slash and version == 6:
         return ""  # a network of IPv6 addresses, which httpx cannot compare with a host
     return host
+
+
+def proxy_of_loopback_server(environment: Mapping[str, str], host: str) -> str:
+    """Return which variable makes programs ask a proxy for a server on this machine.
+
+    Args:
+        environment: The environment of the program, such as a worker of Prefect.
+        host: The loopback address of the server, as its URL names it.
+
+    Returns:
+        The name of the variable. Empty if the server is reached without a proxy.
+    """
+    for entry in re.split(r"[,\s]+", _value_of(environment, EXCEPTIONS)):
+        excepted_host = _exception_for_httpx(entry)
+        if excepted_host in (EVERY_HOST, host) or excepted_host.partition(":")[0] == host:
+            return ""
+    for name, address in environment.items():
+        if name.lower() in ("http_proxy", "all_proxy") and address.strip():
+            return name
+    return ""
 
 
 def _problem_of(address: str, *, has_socks: bool) -> str:

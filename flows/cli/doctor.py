@@ -7,6 +7,7 @@ the machine, `doctor_server` those of Prefect, `doctor_compute` the computation.
 `doctor` below, and name it in docs/operations.md.
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from virnuc.flows.cli.doctor_checks import (
     check_weights,
 )
 from virnuc.flows.cli.doctor_compute import check_compute
-from virnuc.flows.cli.doctor_server import check_prefect_server
+from virnuc.flows.cli.doctor_server import check_prefect_server, check_worker_proxy
 from virnuc.flows.cli.options import ENVIRONMENT, Out
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc_core.encoders.verify import Check, Verdict
@@ -48,12 +49,14 @@ def doctor(
     Returns:
         The exit code: 1 if a check failed. Warnings leave it at 0.
     """
+    users_environment = dict(os.environ)  # before proxies are excepted for this command
     prepare_prefect()
     checks = {  # the cheap ones first
         "packages": check_packages(),
         "disk": check_disk(out),
         "file locks": check_file_system(out),
         "Prefect server": check_prefect_server(),
+        "Prefect workers": check_worker_proxy(users_environment),
         "driver": check_driver_and_gpus(),
         "weights": check_weights(models),
     }

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from typing import Any, Final
@@ -16,11 +16,13 @@ from virnuc.flows.tls_errors import tls_problem
 from virnuc_core.allowed_paths import ROOTS
 from virnuc_core.encoders.verify import Check
 from virnuc_core.errors import ConfigError
+from virnuc_core.proxies import EXCEPTIONS, LOOPBACK_HOSTS, proxy_of_loopback_server
 from virnuc_core.runfiles import redact_credentials
 
 SERVER_CHECK: Final = "Prefect server"
 SCHEDULER_CHECK: Final = "Prefect scheduler"
 ACCESS_CHECK: Final = "Prefect doors"
+WORKERS_CHECK: Final = "Prefect workers"
 TIMEOUT_S: Final = 3.0
 HTTPS_PORT: Final = 443
 HTTP_PORT: Final = 80
@@ -138,6 +140,35 @@ def _count_runs(client: httpx.Client, **run_filter: object) -> int:
 def _post(client: httpx.Client, path: str, **body: object) -> Any:
     """Send a POST request with a JSON body, and return the parsed answer."""
     return client.post(path, json=body).raise_for_status().json()
+
+
+def check_worker_proxy(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Yield a warning if workers of Prefect would ask a proxy for the server of this machine.
+
+    Commands of virnuc do without the proxy. A worker reads the variables before any code of ours
+    runs: it sends the password of the server to the proxy, and ends with an error. Yields nothing
+    if no server of this machine is named.
+
+    Args:
+        environment: The environment as the user set it, which workers would have.
+    """
+    try:
+        from prefect.settings import PREFECT_API_URL
+
+        url = httpx.URL(PREFECT_API_URL.value() or "")
+    except Exception:  # noqa: BLE001 - `check_prefect_server` says what is wrong
+        return
+    if not LOOPBACK.match(url.host):
+        return
+    variable = proxy_of_loopback_server(environment, url.host)
+    problem = ""
+    if variable:
+        hosts = ",".join(LOOPBACK_HOSTS)
+        problem = (
+            f"workers started here would ask the proxy of {variable} for the server of this "
+            f"machine: set {EXCEPTIONS}={hosts}"
+        )
+    yield check_of_problem(problem, WORKERS_CHECK, "workers reach the server without a proxy")
 
 
 def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:

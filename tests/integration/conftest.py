@@ -31,6 +31,7 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for
+from .recording_proxy import Proxy
 from .running_command import SIZES, results_digest
 
 
@@ -138,6 +139,17 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """A proxy for requests to other machines."""
+    with Proxy() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture

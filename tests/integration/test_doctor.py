@@ -39,7 +39,12 @@ from virnuc.flows.cli.doctor_checks import (
     check_packages,
 )
 from virnuc.flows.cli.doctor_compute import check_agreement, check_scores
-from virnuc.flows.cli.doctor_server import check_access, check_prefect_server, check_scheduler
+from virnuc.flows.cli.doctor_server import (
+    check_access,
+    check_prefect_server,
+    check_scheduler,
+    check_worker_proxy,
+)
 from virnuc_core import gpus
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import auto_remark
@@ -194,6 +199,27 @@ def test_a_server_that_others_can_use_is_a_warning(
         *_, access = run_checks({"Prefect server": check_prefect_server()})
     assert access.verdict == verdict
     assert detail in access.detail
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "expected"),
+    [
+        ("http://127.0.0.1:4200/api", "", ["warn"]),
+        ("http://127.0.0.1:4200/api", "127.0.0.1", ["ok"]),
+        ("http://prefect.example.org/api", "", []),
+        (None, "", []),
+    ],
+)
+def test_a_proxy_that_workers_would_ask_for_the_server_of_this_machine_is_a_warning(
+    url: str | None, no_proxy: str, expected: list[str]
+) -> None:
+    environment = {"http_proxy": "http://127.0.0.1:9", "no_proxy": no_proxy}
+    with temporary_settings(updates={PREFECT_API_URL: url}):
+        checks = list(check_worker_proxy(environment))
+    assert [check.verdict for check in checks] == expected
+    if expected == ["warn"]:
+        assert "set no_proxy=127.0.0.1,localhost,::1" in checks[0].detail
+        assert "http_proxy" in checks[0].detail
 
 
 def test_workers_that_run_as_root_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the environment of a Prefect worker gives to the runs of its deployments: the name of the machine, and the mail address."""
+"""What the environment of a Prefect worker does for the runs of its deployments: names, the mail address, proxies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read_record
 
 from .deployment_runs import deploy_predict, ended_run, start, worker_of
-from .processes import files_with
+from .processes import ROOT, files_with
+from .recording_proxy import READS, Proxy
 
 pytestmark = pytest.mark.slow
 POOL = "lab-pool"
@@ -96,3 +97,31 @@ def test_the_mail_address_of_a_worker_goes_to_ncbi_and_nowhere_else(
     server_home = Path(environment["PREFECT_HOME"])
     assert files_with("NC_000001.1", server_home), "the parameters are found there"
     assert files_with(MAILBOX, tmp_path, server_home) == []
+
+
+def variables_of_the_unit_file() -> dict[str, str]:
+    """Return the variables for proxies that our systemd unit sets for a worker."""
+    text = (ROOT / "deployments" / "virnuc-worker@.service").read_text(encoding="utf-8")
+    variables = {}
+    for line in text.splitlines():
+        setting, _, assignment = line.partition("=")
+        name, _, value = assignment.partition("=")
+        if setting == "Environment" and name.lower() == "no_proxy":
+            variables[name] = value
+    return variables
+
+
+def test_a_worker_behind_a_proxy_reaches_the_server_of_its_machine_and_fetches_reads(
+    tmp_path: Path, environment: dict[str, str], models: Path, proxy: Proxy
+) -> None:
+    """Prefect's worker reads the variables before any code of ours runs."""
+    out = tmp_path / "run"
+    parameters = {"reads": [READS], "out": str(out), "models": str(models), "devices": "cpu:1"}
+    log = tmp_path / "log"
+    variables = proxy.variables | variables_of_the_unit_file()
+    with worker_of(POOL, environment | variables, log):
+        run = ended_run(start(DEPLOYMENT, parameters))
+    assert run.state is not None
+    assert run.state.name == "Completed", log.read_text()
+    assert proxy.requests == [f"GET {READS} HTTP/1.1"]
+    assert (out / "reads.tsv").read_text().count("read1") == 1

@@ -17,7 +17,12 @@ import pytest
 
 from virnuc_core import proxies
 from virnuc_core.errors import ConfigError
-from virnuc_core.proxies import bypass_for_loopback, warn_of_removed_proxies, without_loopback
+from virnuc_core.proxies import (
+    bypass_for_loopback,
+    proxy_of_loopback_server,
+    warn_of_removed_proxies,
+    without_loopback,
+)
 from virnuc_core.reads.remote import _client
 
 DEAD_PROXY = "http://127.0.0.1:9"
@@ -173,3 +178,31 @@ def test_a_program_that_only_uses_the_core_gets_one_line(monkeypatch: pytest.Mon
     monkeypatch.setenv("http_proxy", DEAD_PROXY)
     with pytest.raises(ConfigError, match=r"no_proxy.*correct or unset them"):
         _client()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ""),
+        ({"http_proxy": DEAD_PROXY}, "http_proxy"),
+        ({"ALL_PROXY": DEAD_PROXY}, "ALL_PROXY"),
+        ({"https_proxy": DEAD_PROXY}, ""),
+        ({"http_proxy": " "}, ""),
+        ({"http_proxy": DEAD_PROXY, "no_proxy": "localhost,::1"}, "http_proxy"),
+        ({"http_proxy": DEAD_PROXY, "no_proxy": "localhost,127.0.0.1"}, ""),
+        ({"http_proxy": DEAD_PROXY, "NO_PROXY": "data.example.org 127.0.0.1:4200"}, ""),
+        ({"http_proxy": DEAD_PROXY, "NO_PROXY": "*"}, ""),
+        # the one in small letters counts
+        ({"http_proxy": DEAD_PROXY, "no_proxy": "", "NO_PROXY": "127.0.0.1"}, "http_proxy"),
+    ],
+)
+def test_the_proxy_that_a_worker_would_ask_for_the_server_of_its_machine_is_named(
+    variables: dict[str, str], expected: str
+) -> None:
+    assert proxy_of_loopback_server(variables, "127.0.0.1") == expected
+
+
+@pytest.mark.parametrize("entry", ["::1", "[::1]", "[::1]:4200"])
+def test_a_server_at_an_ipv6_address_may_be_excepted_in_each_form(entry: str) -> None:
+    variables = {"http_proxy": DEAD_PROXY, "no_proxy": entry}
+    assert proxy_of_loopback_server(variables, "::1") == ""
