@@ -34,7 +34,11 @@ def ask(kind: str, folder: Path, number: int, calls: str) -> dict[str, str]:
     return results
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number",
+    [errno.ESTALE, pytest.param(errno.EIO, marks=pytest.mark.slow), errno.EACCES],
+    ids=errno.errorcode.get,
+)
 @pytest.mark.parametrize(("kind", "calls"), [("lists", LIST), ("looks", STAT)])
 def test_no_question_that_is_not_answered_is_answered_no(
     kind: str, calls: str, number: int, tmp_path: Path

@@ -178,7 +178,9 @@ def intrude(address: tuple[str, int], key: str, uid: int) -> list[str]:
 
 
 @UNTIDY
-@pytest.mark.parametrize("kind", ["local:2", "jobs of this machine", "slurm"])
+@pytest.mark.parametrize(
+    "kind", ["local:2", "jobs of this machine", pytest.param("slurm", marks=pytest.mark.slow)]
+)
 def test_only_holders_of_the_certificate_connect_and_nothing_is_left(
     tmp_path: Path,
     scratch: Path,

@@ -56,6 +56,9 @@ FILES_READ_AGAIN = {
     "reads": ("/small.fasta", OPEN),
 }
 
+# `make test` has one file of each stage of a run; the others are in `make test-slow`.
+QUICK_FILES = ("shard", "plan", "store", "record", "weights", "reads")
+
 
 def predict(
     root: Path, models: Path, reads: Path, env: dict[str, str] | None = None
@@ -124,7 +127,13 @@ def test_shards_that_cannot_be_read_stop_the_run_and_stay(
     require_untouched(unfinished_run, files_before)
 
 
-@pytest.mark.parametrize("name", FILES_READ_AGAIN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK_FILES else pytest.mark.slow)
+        for name in FILES_READ_AGAIN
+    ],
+)
 def test_no_file_that_cannot_be_read_is_taken_for_absent_or_damaged(
     name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
 ) -> None:

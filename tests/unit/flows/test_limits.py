@@ -87,7 +87,10 @@ def test_other_errors_are_no_limits(error: Exception) -> None:
     assert limit_error(error) is None
 
 
-@pytest.mark.parametrize("n_threads", [0, 1, 2, 3, 5, 7, 9])
+@pytest.mark.parametrize(
+    "n_threads",
+    [0, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 5, 7, 9))],
+)
 def test_a_run_that_can_start_no_more_threads_ends_with_one_line(
     n_threads: int, tmp_path: Path
 ) -> None:
@@ -149,8 +152,8 @@ def test_a_command_with_too_few_files_or_too_little_memory_ends_with_one_line(
     ("number", "advice"),
     [
         (errno.ENOSPC, "--shm-size"),
-        (errno.EACCES, "--num-workers 0"),
-        (errno.ENOSYS, "/dev/shm"),
+        pytest.param(errno.EACCES, "--num-workers 0", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSYS, "/dev/shm", marks=pytest.mark.slow),
         (errno.EMFILE, "ulimit -n"),
     ],
 )

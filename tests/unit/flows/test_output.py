@@ -44,7 +44,15 @@ def run_command_lines(
     )
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ascii",
+        pytest.param("latin-1", marks=pytest.mark.slow),
+        pytest.param("cp1252", marks=pytest.mark.slow),
+        "C locale",
+    ],
+)
 def test_every_help_page_is_written_in_every_encoding(name: str) -> None:
     outcome = run_command_lines(HELP, ENVIRONMENTS[name])
     assert outcome.stderr == b""
