@@ -16,11 +16,13 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
 from virnuc_core.encoder_names import DNA, MODEL_FOLDERS, PROTEIN
 from virnuc_core.errors import MAX_SHOWN_LETTERS, ConfigError, VirnucError, join_first
+from virnuc_core.input_names import expand_input
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
@@ -277,6 +279,12 @@ class ReadsSpec(ReadingSpec):
     def all_inputs(self) -> tuple[str, ...]:
         """All inputs as the user gave them: files of first mates, of second mates, and of reads."""
         return (*self.mates_1, *self.mates_2, *self.reads)
+
+    @field_validator("mates_1", "mates_2", "reads")
+    @classmethod
+    def _expand_inputs(cls, inputs: tuple[str, ...]) -> tuple[str, ...]:
+        """Replace `~` by the home folder, and refuse addresses that virnuc does not read."""
+        return tuple(expand_input(name) for name in inputs)
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:

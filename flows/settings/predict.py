@@ -95,11 +95,8 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     def _reads_by_sample(self) -> dict[str, ReadsSpec]:
         """Return the reads of each sample, from the sheet, the file names or the read groups."""
-        from virnuc_core.reads.samples import (  # few runs need it
-            read_sheet,
-            samples_by_file_name,
-            samples_by_read_group,
-        )
+        from virnuc_core.reads.sample_sheet import read_sheet  # few runs need it
+        from virnuc_core.reads.samples import samples_by_file_name, samples_by_read_group
 
         if self.samples is not None:
             return read_sheet(self.samples)

@@ -42,6 +42,9 @@ _PACKED_ZSTD_BYTES: Final = 1 << 10
 _UNPACKER_BYTES: Final = 1 << 28  # memory limit of the xz decompressor: a file names its need
 _BINARY_ALIGNMENTS: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}  # by the first four bytes
 _SAM_HEADERS: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
+SPECIAL_FILE_REASON: Final = (
+    "a named pipe, socket or device, not read; a pipe is read if you name it"
+)
 _GZIP_MARK: Final = b"\x1f\x8b"
 
 
@@ -217,6 +220,7 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     """
     files: list[str] = []
     ignored: list[str] = []
+    left_out: dict[str, str] = {}
     for name in reads:
         if name == STDIN:
             files.append(name)
@@ -228,6 +232,7 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
                 folder = _list_folder(path)
                 files += folder.files
                 ignored += folder.ignored
+                left_out.update(folder.left_out)
             else:
                 files.append(name)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -236,13 +241,14 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
         except OSError as error:
             raise _unreadable_error(name, error) from error
     _refuse_repeated_files(files)
-    return Inputs(tuple(files), tuple(ignored))
+    return Inputs(tuple(files), tuple(ignored), left_out=left_out)
 
 
 def _list_folder(folder: Path) -> Inputs:
     """List the files of reads in a folder, sorted by name, and the other files as ignored.
 
-    Sub-folders and hidden files are neither listed nor reported.
+    Sub-folders and hidden files are neither listed nor reported. Named pipes, sockets and devices
+    are ignored with a reason: reading one of them could wait for ever.
 
     Raises:
         InputError: There is no file of reads.
@@ -255,15 +261,19 @@ def _list_folder(folder: Path) -> Inputs:
             # A broken link is listed like a file of reads, so that opening the link reports it by
             # name.
             is_broken_link = not entry.exists()
-            if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
+            if not entry.name.startswith(".") and (is_broken_link or not entry.is_dir()):
                 entries.append(entry)
         return sorted(entries)
 
     entries = read_with_retries(folder, list_entries, expected_errors=_ERRORS_OF_INPUT)
     files: list[str] = []
     ignored: list[str] = []
+    left_out: dict[str, str] = {}
     for entry in entries:
-        if _looks_like_reads(entry):
+        if entry.exists() and not entry.is_file():
+            ignored.append(str(entry))
+            left_out[str(entry)] = SPECIAL_FILE_REASON
+        elif _looks_like_reads(entry):
             files.append(str(entry))
         else:
             ignored.append(str(entry))
@@ -271,7 +281,7 @@ def _list_folder(folder: Path) -> Inputs:
         raise InputError(
             "the folder holds no FASTA or FASTQ file", file=folder, hint="name the files"
         )
-    return Inputs(tuple(files), tuple(ignored))
+    return Inputs(tuple(files), tuple(ignored), left_out=left_out)
 
 
 def _refuse_repeated_files(files: Sequence[str]) -> None:

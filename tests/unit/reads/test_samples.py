@@ -10,7 +10,8 @@ import pytest
 from tests.columns import documented
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.samples import SampleRow, read_sheet, samples_by_file_name, write_samples
+from virnuc_core.reads.sample_sheet import read_sheet
+from virnuc_core.reads.samples import SampleRow, samples_by_file_name, write_samples
 from virnuc_core.reads.sources import find_inputs
 
 HEADER = "sample,fastq_1,fastq_2\n"

@@ -195,6 +195,17 @@ def test_a_broken_link_in_a_folder_is_not_ignored(write: WriteReads, tmp_path: P
         everything(files[1])
 
 
+def test_a_named_pipe_in_a_folder_is_named_as_ignored(write: WriteReads, tmp_path: Path) -> None:
+    write(">a\nA\n", "in/a.fa")
+    os.mkfifo(tmp_path / "in" / "b.fq")
+    (tmp_path / "in" / "c.fq").symlink_to("/dev/zero")
+    inputs = find_inputs((str(tmp_path / "in"),))
+    assert [Path(name).name for name in inputs.files] == ["a.fa"]
+    reasons = {Path(name).name: reason for name, reason in inputs.left_out.items()}
+    assert set(reasons) == {"b.fq", "c.fq"}
+    assert "a named pipe, socket or device, not read" in reasons["b.fq"]
+
+
 def test_a_damaged_file_in_a_folder_is_not_ignored(write: WriteReads, tmp_path: Path) -> None:
     write(b"\x1f\x8b\x08\0broken", "in/broken.gz")
     assert len(find_inputs((str(tmp_path / "in"),)).files) == 1
