@@ -1,5 +1,6 @@
 """Makes the command of a flow: its options, how it is run, and what it says of the end."""
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from pydantic_core import to_jsonable_python
 
 from virnuc.flows.cli import run_from_terminal as terminal
 from virnuc.flows.cli.options import OnTerminal, command
-from virnuc.flows.cli.output import say
+from virnuc.flows.cli.output import say, show_table
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
+from virnuc_core.errors import printable
 
 # exit codes
 CRITERION_FAILED: Final = 5
@@ -38,6 +40,8 @@ class FlowCommand(Generic[Settings]):
         facts: Function that returns lines for the end of the output, such as the folder of the
             results, by their titles. The titles are also the keys in `--json`.
         text: Function that returns a file whose text is printed at the end. None prints none.
+        tables: Function that returns tables to show at the end, from the settings and the result of
+            the flow, as `module:function`. It is imported when the command runs. Empty shows none.
         has_page: Print the address of the run in the Prefect UI.
         positional: Names of the settings that may be given without the name of their option.
     """
@@ -46,6 +50,7 @@ class FlowCommand(Generic[Settings]):
     settings: type[Settings]
     facts: Callable[[Settings], dict[str, str]]
     text: Callable[[Settings], Path] | None = None
+    tables: str = ""
     has_page: bool = False
     positional: tuple[str, ...] = ()
     options: type[Any] | None = None
@@ -54,8 +59,9 @@ class FlowCommand(Generic[Settings]):
 def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
     """Return the command that runs a flow from a terminal and says how it ended.
 
-    The command prints the text of `spec.text`, the message of the outcome and the facts; with
-    `--json` one object that holds all but the text. Its return value is the exit code.
+    The command prints the text of `spec.text`, the tables, the message of the outcome and the
+    facts; with `--json` one object that holds all but the text and the tables. Its return value is
+    the exit code.
     """
 
     @command(_options_model(spec), *spec.positional)
@@ -71,12 +77,37 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
             return code
         if spec.text is not None:
             say(spec.text(settings).read_text(encoding="utf-8"))
+        if spec.tables:
+            _show_tables(spec.tables, settings, outcome.value)
         say(outcome.message)
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         return code
 
     return run
+
+
+def _show_tables(function: str, settings: Any, result: object) -> None:
+    """Print the tables that a function returns; those without rows are not shown.
+
+    Args:
+        function: The function, as `module:function`.
+        settings: The settings of the flow.
+        result: The result of the flow. None if a criterion was missed.
+    """
+    from virnuc_core.report.text import Mark, cell  # it takes a while to import
+
+    module_name, function_name = function.split(":")
+    make_tables = getattr(importlib.import_module(module_name), function_name)
+    for table in make_tables(settings, result):
+        rows = []
+        for row in table.rows:
+            texts = [
+                value.label if isinstance(value, Mark) else cell(value) for value in row.values()
+            ]
+            rows.append([printable(text) for text in texts])
+        if rows:
+            show_table(table.columns, rows, table.title)
 
 
 def _options_model(spec: FlowCommand[Any]) -> Any:

@@ -36,9 +36,9 @@ def _tuned_settings(settings: TuneSettings) -> dict[str, str]:
     }
 
 
-def _profile_tables(settings: ProfileSettings) -> Path:
-    """Return the file of tables that says where the time went."""
-    return settings.out / "telemetry" / "traces" / "profile.md"
+def _profile_tables(settings: ProfileSettings) -> dict[str, str]:
+    """Return the page with all tables that say where the time went."""
+    return {"Tables": f"{settings.out}/telemetry/traces/profile.md"}
 
 
 def _trained_head(settings: TrainSettings) -> dict[str, str]:
@@ -75,6 +75,7 @@ scale = flow_command(
         function="virnuc.flows.scale:scale",
         settings=ScaleSettings,
         facts=_report_page,
+        tables="virnuc.flows.cli.flow_tables:scaling_tables",
         positional=("reads",),
     )
 )
@@ -84,6 +85,7 @@ tune = flow_command(
         function="virnuc.flows.tune:tune",
         settings=TuneSettings,
         facts=_tuned_settings,
+        tables="virnuc.flows.cli.flow_tables:sweep_tables",
         positional=("reads",),
     )
 )
@@ -92,8 +94,8 @@ profile = flow_command(
     FlowCommand(
         function="virnuc.flows.profile:profile",
         settings=ProfileSettings,
-        facts=lambda settings: {"Tables": str(_profile_tables(settings))},
-        text=_profile_tables,
+        facts=_profile_tables,
+        tables="virnuc.flows.cli.flow_tables:profile_tables",
         positional=("reads",),
     )
 )
@@ -103,6 +105,7 @@ overhead = flow_command(
         function="virnuc.flows.overhead:overhead",
         settings=OverheadSettings,
         facts=_overhead_figures,
+        tables="virnuc.flows.cli.flow_tables:overhead_tables",
         positional=("out",),
     )
 )

@@ -389,6 +389,13 @@ FLOWS = {
     "validate": (("{reads}", "--profile", "ci-smoke"), "report/report.html"),
 }
 
+# what the terminal shows in a table at the end
+TABLES = {
+    "profile": ("Total wall time", "Recorded stages", "Operations that took most time"),
+    "tune": ("queue depth", "recommended"),
+    "scale": ("GPU Scaling", "Efficiency"),
+}
+
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -434,6 +441,8 @@ def test_every_flow_goes_on_if_no_server_can_be_had_and_says_so_in_one_line(
     assert outcome.stderr.count(RUNS_ALONE) == 1, outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert (out_dir / FLOWS[name][1]).is_file()
+    for text in TABLES.get(name, ()):
+        assert text in outcome.stdout
     if name == "validate":
         assert "In the UI: the run is not there" in outcome.stdout
 
