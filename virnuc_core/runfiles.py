@@ -365,11 +365,18 @@ class Attempt(RunFile):
     telemetry: str | None = None  # file name in telemetry/
 
 
+# Raised by one whenever the same reads, weights and settings give other scores or verdicts than
+# before. The changelog says what changed, and by how much. Runs of two such versions are never
+# mixed in one directory.
+RESULTS_VERSION: Final = 1
+
+
 class RunRecord(RunFile):
     """`run.json`: what a run was made from, so that nothing foreign is ever mixed into it."""
 
     schema_version: int = 1
     virnuc_version: str | None = None
+    results_version: int = 1  # see `RESULTS_VERSION`; records without it are of the first one
     git_commit: str | None = None
     versions: dict[str, str] = {}
     created: str = "unknown"
@@ -486,6 +493,7 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
     )
     fields = {
         "virnuc_version": virnuc_core.__version__,
+        "results_version": RESULTS_VERSION,
         "git_commit": git_commit(),
         "versions": versions(),
         "created": started,
@@ -627,7 +635,7 @@ def keeps_shards(record: RunRecord) -> bool:
 def _full_identity(record: RunRecord) -> dict[str, str]:
     """Return what decides the bytes of a run's results: its identity and its resolved settings."""
     settings = {name: str(value) for name, value in sorted(record.resolved.items())}
-    return {**identity(record), **settings}
+    return {**identity(record), "results version": str(record.results_version), **settings}
 
 
 def _shorten(text: str) -> str:

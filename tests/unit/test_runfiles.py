@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from virnuc_core.config import Devices, RunSpec
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import (
+    RESULTS_VERSION,
     Device,
     RunRecord,
     RunSummary,
     find_mismatches,
     new_record,
     read,
+    read_record,
     resume_or_refuse,
     write,
 )
@@ -84,6 +86,24 @@ def test_whether_two_jobs_are_the_same() -> None:
         "head": ("b", "nothing")
     }
     assert find_mismatches({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
+
+
+def test_results_of_two_versions_are_never_mixed_in_one_directory(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    device = Device(id="cpu-core-0", kind="cpu", name="Some Processor", core=0)
+    record = new_record(RunRecord, [device], fingerprints={"reads": "a"})
+    assert record.results_version == RESULTS_VERSION
+    write(run.record, record)
+    assert len(resume_or_refuse(run, record).attempts) == 2
+    later = record.model_copy(update={"results_version": RESULTS_VERSION + 1})
+    with pytest.raises(RunMismatchError, match=r"results version 1 → 2"):
+        resume_or_refuse(run, later)
+
+
+def test_a_record_without_a_results_version_is_of_the_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.record.write_text('{"fingerprints": {"reads": "a"}}')
+    assert read_record(run).results_version == 1
 
 
 def test_a_run_is_asked_for_with_devices_in_words() -> None:

@@ -3,6 +3,7 @@
 Results of different classifiers, model lengths or reads are refused if their run records say so.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,8 @@ from virnuc_core.runfiles import (
 from virnuc_core.safe_files import have_same_content, regular_file_exists
 from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
+
+log = logging.getLogger(__name__)
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
@@ -138,6 +141,15 @@ def compare(
     record_b = _record_of(run_b)
     ignored = {"reads"} if subset_of_a else set()
     _require_same_job(a.name, record_a, b.name, record_b, ignored)
+    if record_a.results_version != record_b.results_version:
+        versions = f"{record_a.results_version} and {record_b.results_version}"
+        log.warning(
+            "%s and %s have results of the versions %s: the same reads may get other scores, "
+            "see CHANGELOG.md",
+            a.name,
+            b.name,
+            versions,
+        )
 
     names_a: dict[Part, RowNames] = {}
     names_b: dict[Part, RowNames] = {}

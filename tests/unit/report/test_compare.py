@@ -71,6 +71,17 @@ def test_order_does_not_matter(tmp_path: Path) -> None:
     assert meets(comparison, 1.0)
 
 
+@pytest.mark.parametrize(("version", "is_told"), [(1, False), (2, True)])
+def test_results_of_another_version_are_told_before_they_are_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int, is_told: bool
+) -> None:
+    """A record without a version is of the first one."""
+    old = run_dir(tmp_path / "old", ROWS, fingerprints={"reads": "a"})
+    new = run_dir(tmp_path / "new", ROWS, fingerprints={"reads": "a"}, results_version=version)
+    compare(old, new)
+    assert ("old and new have results of the versions 1 and 2" in caplog.text) == is_told
+
+
 def test_ids_of_one_side_are_disagreements(tmp_path: Path) -> None:
     comparison = compare(
         frames(tmp_path / "a.txt", ROWS),

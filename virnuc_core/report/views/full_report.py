@@ -86,6 +86,7 @@ def provenance_rows(record: RunRecord) -> list[Row]:
         content = f"{reads}, {file.content}" if file.content is not None else reads
         facts.append((f"reads: {file.file}", content))
     facts.append(("virnuc", record.virnuc_version))
+    facts.append(("version of the results", str(record.results_version)))
     facts.append(("commit", record.git_commit))
     facts.append(("model length", str(record.model_length) if record.model_length else None))
     for part, digest in record.fingerprints.items():
