@@ -8,7 +8,7 @@ the rules of `table_cell`, and the limits on sizes.
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -152,47 +152,60 @@ def inside_a_run() -> bool:
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None
 
 
-@contextmanager
-def progress_artifact(
-    name: str, description: str, *, every_s: float = 5.0
-) -> Iterator[Callable[[float], None]]:
-    """Yield a function that takes the share of work that is done, 0 to 1.
+class Progress:
+    """The progress of some work: the newest share that is done, and a line about it.
 
-    In a Prefect run the newest share is sent in intervals, and at the end.
+    Call it with a share, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.percent = 0.0
+        self.status = ""  # a line of live figures; empty if there is none
+
+    def __call__(self, share: float) -> None:
+        """Store the newest share."""
+        self.percent = round(100 * min(max(share, 0.0), 1.0), 1)
+
+    def show_status(self, line: str) -> None:
+        """Store the newest line of live figures, which is shown below the description."""
+        self.status = line
+
+
+@contextmanager
+def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> Iterator[Progress]:
+    """Yield an object that takes the share of work that is done, and live figures.
+
+    In a Prefect run the newest share and figures are sent in intervals, and at the end.
 
     Args:
         name: Name from which the artifact's key is made.
         description: Text above the bar.
         every_s: Seconds between two updates.
     """
+    progress = Progress()
     if not inside_a_run():
-        yield lambda share: None
+        yield progress
         return
     from virnuc.tasks.server_connection import connection
 
-    newest_percent = 0.0
-
-    def show(share: float) -> None:
-        """Store the newest share. The other thread sends it."""
-        nonlocal newest_percent
-        newest_percent = round(100 * min(max(share, 0.0), 1.0), 1)
-
     def publish(stop: threading.Event) -> None:
-        """Send the share every few seconds, and a last time after the body has ended."""
-        sent_percent = -1.0
+        """Send the progress every few seconds, and a last time after the body has ended."""
+        sent: tuple[float, str] | None = None
         artifact_id: UUID | None = None
         is_over = False
         while not is_over:
             is_over = stop.wait(every_s)
-            percent = newest_percent
-            if percent == sent_percent:
+            newest = (progress.percent, progress.status)
+            if newest == sent:
                 continue
+            percent, status = newest
+            text = f"{description}: {status}" if status else description
             with connection.reporting(f"progress {name}"):
-                artifact_id = _send_progress(artifact_id, percent, name, description)
-                sent_percent = percent
+                artifact_id = _send_progress(artifact_id, percent, name, text)
+                sent = newest
 
     with background_thread(publish):
-        yield show
+        yield progress
 
 
 def _send_progress(
@@ -202,7 +215,9 @@ def _send_progress(
     from prefect import artifacts
 
     if artifact_id is not None:
-        artifacts.update_progress_artifact(artifact_id, progress=percent)
+        artifacts.update_progress_artifact(
+            artifact_id, progress=percent, description=table_cell(description)
+        )
         return artifact_id
     return artifacts.create_progress_artifact(  # type: ignore[return-value]
         percent, key=artifact_key(name), description=table_cell(description)

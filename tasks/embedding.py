@@ -70,6 +70,8 @@ def embed(
     # Of runs that share the workers, the flow shows one bar for all.
     with slots, progress if monitor.alone else nullcontext() as show:
         monitor = replace(monitor, on_progress=show)
+        if show is not None:
+            monitor = replace(monitor, on_status=show.show_status)
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, monitor=monitor, pool=pool, flops=flops)
         if show is not None:

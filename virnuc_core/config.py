@@ -217,6 +217,16 @@ class ClusterSpec(Spec):
     )
 
 
+class LiveSpec(Spec):
+    """Where a run shows its figures while it goes on."""
+
+    metrics_file: Path | None = Field(
+        None,
+        description="FILE.prom: live figures for Prometheus, "
+        "read by node_exporter's textfile collector",
+    )
+
+
 class HostSpec(Spec):
     """What the cores of this machine do beside the devices."""
 
@@ -334,7 +344,7 @@ class VerdictSpec(Spec):
         return tuple(verdicts)
 
 
-class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
+class ClassifySpec(VerdictSpec, ClusterSpec, LiveSpec, HostSpec):
     """One run over staged reads."""
 
     models: Path = Field(description=f"models directory: {MODEL_FOLDERS}")

@@ -13,7 +13,7 @@ from typing import Final, Self
 from pydantic import Field
 
 from virnuc.flows.output_folder import require_writable
-from virnuc.flows.settings.shared import RunSettings
+from virnuc.flows.settings.shared import LiveSettings, RunSettings
 from virnuc_core.config import ClusterSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import (
@@ -35,7 +35,7 @@ PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists
 log = logging.getLogger(__name__)
 
 
-class MeasureSettings(ClusterSpec, RunSettings):
+class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
     """Runs whose figures are judged."""
 
     out: Path = Field(description="directory of the runs and the report")
@@ -91,13 +91,15 @@ class MeasureSettings(ClusterSpec, RunSettings):
         return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
 
     def check_flow_files(self) -> None:
-        """Refuse a history to which no line can be added.
+        """Refuse a history to which no line can be added, and a wrong file of live figures.
 
         The line is added at the end of the runs, which may take hours.
 
         Raises:
-            ConfigError: The history is no file, or cannot be written.
+            ConfigError: The history is no file, or cannot be written, or the file of live figures
+                cannot be used.
         """
+        self.check_metrics_file()
         path = self.history_file
         is_writable_file = is_regular_file(path) and os.access(path, os.W_OK)
         if path_exists(path) and not is_writable_file:

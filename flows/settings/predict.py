@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from virnuc.flows.settings.shared import RunSettings
+from virnuc.flows.settings.shared import LiveSettings, RunSettings
 from virnuc_core import config
 from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.config import ClusterSpec, EngineSpec, ReadsSpec, VerdictSpec
@@ -19,7 +19,7 @@ from virnuc_core.rundir import SAMPLES, RunDir
 from virnuc_core.system_errors import path_exists
 
 
-class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
+class PredictSettings(VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
     """Which reads are viral."""
 
     samples: Path | None = Field(
@@ -57,8 +57,9 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         kind has a file that the other one does not have.
 
         Raises:
-            ConfigError: The directory or the samples cannot be used.
+            ConfigError: The directory, the samples or the file of live figures cannot be used.
         """
+        self.check_metrics_file()
         if self.has_samples:
             file_of_other_kind = RunDir(self.out).record
             other_kind = "a single run"
@@ -88,6 +89,11 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
             fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
             # Each run is one of a single sample, in a folder with the sample's name.
             fields |= {"samples": None, "sample_from": "none", "out": self.out / name}
+            if self.metrics_file is not None:
+                # Each run has a file of live figures of its own.
+                fields["metrics_file"] = self.metrics_file.with_stem(
+                    f"{self.metrics_file.stem}-{name}"
+                )
             run = self.model_copy(update=fields)
             require_allowed_options(run)
             runs[name] = run

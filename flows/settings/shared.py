@@ -14,6 +14,7 @@ from virnuc_core.config import (
     ClassifySpec,
     Devices,
     EngineSpec,
+    LiveSpec,
     Precision,
     ReadingSpec,
     ReadsSpec,
@@ -108,6 +109,21 @@ class ComputeSettings(Spec):
             return EngineSpec()
         engine: EngineSpec = profile.engine
         return engine
+
+
+class LiveSettings(LiveSpec):
+    """The file of live figures that a flow keeps up to date."""
+
+    def check_metrics_file(self) -> None:
+        """Refuse a file of live figures that no collector would read, or that is not ours.
+
+        Raises:
+            ConfigError: The file cannot be used.
+        """
+        if self.metrics_file is not None:
+            from virnuc_core.telemetry.metrics_file import require_metrics_file  # few runs need it
+
+            require_metrics_file(self.metrics_file)
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):

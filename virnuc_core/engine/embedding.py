@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -25,6 +25,7 @@ from virnuc_core.safe_files import remove_file
 from virnuc_core.system_errors import describe_system_error
 from virnuc_core.telemetry.live import InferenceProgressReporter
 from virnuc_core.telemetry.log import Telemetry, journal, read_journal, write_telemetry
+from virnuc_core.telemetry.metrics_file import MetricsFile, require_metrics_file
 from virnuc_core.telemetry.sampler import Sampler
 from virnuc_core.telemetry.statistics import DeviceBusy, device_busy, embedding_span
 from virnuc_core.telemetry.tables import (
@@ -49,6 +50,7 @@ class RunMonitor:
     sample_s: float = 0.5  # seconds between two measurements of the devices
     window_s: float = 30.0  # seconds over which the telemetry file averages
     on_progress: OnShare | None = None  # called with the share of the work that is done
+    on_status: Callable[[str], None] | None = None  # called with a line of live figures, likewise
     # False if other runs are computed at the same time. Their progress and their times would mix
     # with those of this run, so they are not shown.
     alone: bool = True
@@ -198,6 +200,9 @@ class Embedding:
             reporter = self._reporter(sampler, tasks)
             if reporter is not None:
                 stack.enter_context(reporter)
+            metrics_file = self._metrics_file(sampler, tasks)
+            if metrics_file is not None:
+                stack.enter_context(metrics_file)
             # On a cluster the devices are those of the nodes, which may come and go. So its pool is
             # used in any case.
             is_pool_usable = pool is not None and (pool.specs == specs or job.spec.cluster)
@@ -214,6 +219,8 @@ class Embedding:
                 # (`reread`), because another thread reads them at regular times.
                 require_lease(job.run.root, reread=False)
                 write_journal(event)
+                if metrics_file is not None:
+                    metrics_file.update(event)
                 if isinstance(event, ShardDone):
                     remaining.discard(event.shard)
                     if reporter is not None:
@@ -241,12 +248,40 @@ class Embedding:
         Returns:
             The object. None if nothing is to be computed, or if nobody wants to know the progress.
         """
-        on_progress = self._monitor.on_progress
-        if not tasks or not on_progress:
+        monitor = self._monitor
+        if not tasks or not monitor.on_progress:
             return None
+        return InferenceProgressReporter(
+            self._job.store.n_uniques,
+            sampler,
+            monitor.on_progress,
+            on_status=monitor.on_status,
+            already_done=self._already_done(tasks),
+        )
+
+    def _metrics_file(self, sampler: Sampler, tasks: Sequence[ShardTask]) -> MetricsFile | None:
+        """Return the object that keeps the file of live figures up to date.
+
+        Args:
+            sampler: Measures the devices. The file has its latest values.
+            tasks: The shards that are computed now. Earlier ones count as done.
+
+        Returns:
+            The object. None if nothing is to be computed, or if no such file is wanted.
+
+        Raises:
+            ConfigError: The file cannot be used, because it is not one of virnuc's.
+        """
+        path = self._job.spec.metrics_file
+        if path is None or not tasks:
+            return None
+        require_metrics_file(path)
         n_uniques = self._job.store.n_uniques
-        already_done = n_uniques - sum(task.hi - task.lo for task in tasks)
-        return InferenceProgressReporter(n_uniques, sampler, on_progress, already_done=already_done)
+        return MetricsFile(path, n_uniques, sampler, already_done=self._already_done(tasks))
+
+    def _already_done(self, tasks: Sequence[ShardTask]) -> int:
+        """Return how many distinct sequences have a score, apart from those of these tasks."""
+        return self._job.store.n_uniques - sum(task.hi - task.lo for task in tasks)
 
     def _read_journal(self, write_error: OSError | None) -> Telemetry:
         """Read the journal back and return what was measured.

@@ -573,6 +573,8 @@ class Worker:
             commit(run, plan, task.shard, result, make_folders=False)
         commit_s = time.monotonic() - finished_s
         done = self._shard_done(pending, finished_s, commit_s, n_skipped)
+        n_viral = np.count_nonzero(result.scores[:, 1] >= task.threshold)  # NaN is not
+        done = replace(done, viral=float(n_viral))
         scores = None if self._spec.engine.commit else scores_as_text(result.scores)
         self._answer(Computed(done=done, n_repeated=n_repeated, scores=scores))
 

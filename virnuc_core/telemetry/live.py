@@ -5,7 +5,7 @@ import importlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
@@ -57,7 +57,13 @@ class InferenceProgressReporter:
     """
 
     def __init__(
-        self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0
+        self,
+        total_sequences: int,
+        monitor: Sampler,
+        on_progress: OnShare,
+        *,
+        on_status: Callable[[str], None] | None = None,
+        already_done: int = 0,
     ) -> None:
         """Prepare to show progress.
 
@@ -66,16 +72,18 @@ class InferenceProgressReporter:
             monitor: Gives the devices and their newest readings.
             on_progress: Gets the share that is done, at most every `CALLBACK_EVERY_S` and once at
                 the end.
+            on_status: Gets a line of live figures at the same times, just before that.
             already_done: Sequences that an earlier attempt at this run did. They count as done,
                 but not for the speed.
         """
         self._total = total_sequences
         self._monitor = monitor
         self._on_progress = on_progress
+        self._on_status = on_status
         self._console = shared_console()
         self._already_done = already_done
         self._done = already_done
-        # rows, tokens and slots of this run by device
+        # rows, tokens, slots and viral rows of this run by device
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         now_s = time.monotonic()
         self._started_s = now_s
@@ -103,7 +111,7 @@ class InferenceProgressReporter:
         self._show()
         if self._bars is not None and self._notebook_cell is None:  # bars of a terminal
             self._bars.stop()
-        self._on_progress(self.share)
+        self._call_back()
 
     def _make_bars(self) -> Progress:
         """Return a bar for each device, if there are several, and one for the whole run."""
@@ -164,6 +172,7 @@ class InferenceProgressReporter:
             rows=shard.rows,
             tokens=sum(batch.tokens for batch in shard.batches),
             slots=sum(batch.slots for batch in shard.batches),
+            viral=int(shard.viral or 0),
         )
         self._done += shard.rows
         now_s = time.monotonic()
@@ -173,7 +182,13 @@ class InferenceProgressReporter:
             self._show()
         if now_s - self._last_callback_s >= CALLBACK_EVERY_S:
             self._last_callback_s = now_s
-            self._on_progress(self.share)
+            self._call_back()
+
+    def _call_back(self) -> None:
+        """Give the line of live figures and the share that is done to whoever asked for them."""
+        if self._on_status is not None:
+            self._on_status(self.status_line())
+        self._on_progress(self.share)
 
     def progress(self, *devices: str) -> ProgressTexts:
         """Return the texts that show the progress of these devices.
@@ -226,13 +241,22 @@ class InferenceProgressReporter:
 
     def _log_line(self) -> None:
         """Log the progress of the whole run in one line."""
+        log.info("%s: %s", TITLE, self.status_line())
+
+    def status_line(self) -> str:
+        """Return the live figures of the whole run in one line.
+
+        `viral so far` are first verdicts: sequences that have been scored since the start, with a
+        score from the threshold on.
+        """
         texts = self.progress()
         elapsed_time = clock_text(time.monotonic() - self._started_s)
         percent_done = 100 * self.share
-        log.info(
-            f"{TITLE}: {self._done:,} of {self._total:,} sequences ({percent_done:.1f} %) | "
-            f"{texts.tokens} | gpu util {texts.gpu} | packing efficiency {texts.pack} | "
-            f"elapsed {elapsed_time} | {texts.eta}"
+        n_viral = sum(counts["viral"] for counts in self._counts.values())
+        return (
+            f"{self._done:,} of {self._total:,} sequences ({percent_done:.1f} %) | "
+            f"{n_viral:,} viral so far | {texts.tokens} | gpu util {texts.gpu} | "
+            f"packing efficiency {texts.pack} | elapsed {elapsed_time} | {texts.eta}"
         )
 
 

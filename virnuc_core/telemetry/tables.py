@@ -98,6 +98,8 @@ class ShardDone:
     skipped: int = 0  # rows set aside: they end every worker, or are not finite
     # most that torch has allocated on the device so far; None on a CPU
     allocated_bytes: float | None = None
+    # sequences with a score from the threshold on; None in files of older versions
+    viral: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

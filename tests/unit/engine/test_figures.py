@@ -7,9 +7,12 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from virnuc_core.config import ClassifySpec, Devices
+from virnuc_core.engine.embedding import RunMonitor
+from virnuc_core.engine.shards import read_scores
 from virnuc_core.pipeline import prepare
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSummary
@@ -23,7 +26,7 @@ from virnuc_core.telemetry.log import Telemetry, journal, latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
 from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
 
-from .runs import SMALL, classify_store
+from .runs import ONE_CORE, SMALL, classify_store
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +177,24 @@ def test_measurements_of_a_killed_attempt_are_counted_once(
     assert [path.name for path in run.telemetry.glob("*.json")] == [first_attempt.telemetry]
     assert second.wall_s is None
     assert third.wall_s is None
+
+
+def test_the_live_figures_end_with_those_of_the_results(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    """The count of viral sequences is that of the stored scores, and all sequences are done."""
+    path = tmp_path / "live.prom"
+    root = tmp_path / "run"
+    lines: list[str] = []
+    monitor = RunMonitor(on_progress=lambda _: None, on_status=lines.append)
+    scores, _ = read_scores(RunDir(reference))
+    threshold = float(np.median(scores[:, 1]))  # about half of the sequences are viral
+    n_viral = int((scores[:, 1] >= threshold).sum())
+    options = {"metrics_file": path, "monitor": monitor, "threshold": threshold}
+    classify_store(root, staged, tiny_models, ONE_CORE, **options)
+    text = path.read_text()
+    assert f'virnuc_sequences_done{{run="live"}} {len(scores)}\n' in text
+    assert f'virnuc_sequences_viral{{run="live"}} {n_viral}\n' in text
+    assert 'virnuc_state{run="live",state="completed"} 1\n' in text
+    assert f"| {n_viral:,} viral so far |" in lines[-1]
+    assert f"{len(scores):,} of {len(scores):,} sequences (100.0 %)" in lines[-1]

@@ -13,7 +13,13 @@ from virnuc.tasks.server_connection import connection
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def descriptions() -> list[str]:
+    """Texts beside the percentages, of updates."""
+    return []
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch, descriptions: list[str]) -> list[float]:
     """Percentages that reach Prefect, as if this were a run."""
     rates: list[float] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
@@ -23,7 +29,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     )
     monkeypatch.setattr(
         "prefect.artifacts.update_progress_artifact",
-        lambda _, progress: rates.append(progress),
+        lambda _, progress, description: rates.append(progress) or descriptions.append(description),
     )
     return rates
 
@@ -39,6 +45,17 @@ def test_progress_is_sent_seldom_and_at_the_end(sent: list[float]) -> None:
     assert sent[-1] == 100.0
     assert len(sent) <= (time.monotonic() - began) / 0.05 + 2
     assert sent == sorted(set(sent))
+
+
+def test_live_figures_are_sent_beside_the_share(sent: list[float], descriptions: list[str]) -> None:
+    """A new line is sent even if the share is the same, and is plain text."""
+    with progress_artifact("p", "Embedding x", every_s=0.01) as show:
+        show(0.5)
+        while not sent:
+            time.sleep(0.005)
+        show.show_status("12 of 24 sequences | 3 viral so far <b>")
+    assert sent == [50.0, 50.0]
+    assert descriptions == ["Embedding x: 12 of 24 sequences \\| 3 viral so far \\<b\\>"]
 
 
 @pytest.mark.usefixtures("sent")
