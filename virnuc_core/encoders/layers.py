@@ -283,6 +283,8 @@ class Encoder(ABC):
         # Calibration for int8 replaces this function by one that also records the inputs.
         self.apply_linear = apply_linear
         self._backend = load_backend(attention)
+        # Outputs of the first layer's `qkv`, [vocab, 3 * width], by the token slots of a batch
+        self._qkv_tables: dict[int, Tensor] = {}
         dtype = DTYPES[precision]
 
         def load_to_device(name: str) -> Tensor:
@@ -351,6 +353,30 @@ class Encoder(ABC):
         if self._backend.has_kernels:
             return stream.addmm_(x, layer.weight.t())  # stream += x @ weight.T
         return stream + self.apply_linear(x, layer)
+
+    def _first_qkv(self, tokens: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the queries, keys and values of the first layer, [slots, 3 * width].
+
+        They depend on the token of a slot alone, because attention comes after them. So with the
+        kernels they are computed once for each token of the vocabulary, and then looked up. This
+        gives the same bits.
+
+        Args:
+            tokens: The tokens of a batch, [slots].
+            compute: Returns the queries, keys and values for given tokens, [slots].
+        """
+        if not self._backend.has_kernels:
+            return compute(tokens)
+        slots = len(tokens)
+        if slots not in self._qkv_tables:
+            # The size of a matrix decides by which kernel it is multiplied, and so the last bits.
+            # Therefore each batch here has exactly `slots` tokens, and each size its own table.
+            vocab = self.shape.vocab
+            n_batches = -(-vocab // slots)  # rounded up
+            all_tokens = torch.arange(n_batches * slots, device=tokens.device) % vocab
+            parts = [compute(batch) for batch in all_tokens.split(slots)]
+            self._qkv_tables[slots] = torch.cat(parts)[:vocab].clone()
+        return F.embedding(tokens, self._qkv_tables[slots])
 
     @abstractmethod
     def compute_hidden_states(self, batch: PackedBatch) -> Tensor:

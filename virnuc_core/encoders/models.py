@@ -88,36 +88,38 @@ class Esm2(Encoder):
             cos=self._cos,
             sin=self._sin,
         )
-        stream = F.embedding(batch.tokens, self.table)
         if self._backend.has_kernels and self.precision == "int8":
-            return self._run_layers_int8(stream, layout)
+            return self._run_layers_int8(batch.tokens, layout)
         norm_biases = self._missing_biases  # of two norms for each layer, then of the final norm
+
+        def qkv_of_tokens(tokens: Tensor) -> Tensor:
+            """Return the queries, keys and values of the first layer for some tokens."""
+            return self._qkv(F.embedding(tokens, self.table), self.layers[0], norm_biases[0])
+
+        stream = F.embedding(batch.tokens, self.table)
         for i, layer in enumerate(self.layers):
-            stream = self._add_attention(stream, layer, layout, norm_biases[2 * i])
+            if i == 0:
+                qkv = self._first_qkv(batch.tokens, qkv_of_tokens)
+            else:
+                qkv = self._qkv(stream, layer, norm_biases[2 * i])
+            mean_values = self._backend.attend(qkv, layout)  # [slots, width]
+            stream = self._add_product(stream, mean_values, layer.out)
             stream = self._add_feed_forward(stream, layer, norm_biases[2 * i + 1])
         return self._backend.norm(stream, self._final_norm, self.shape.norm_eps, norm_biases[-1])
 
-    def _add_attention(
-        self, stream: Tensor, layer: Layer, layout: RowLayout, missing_bias: Tensor | None
-    ) -> Tensor:
-        """Add a layer's attention to the residual stream, and return the sum.
+    def _qkv(self, stream: Tensor, layer: Layer, missing_bias: Tensor | None) -> Tensor:
+        """Return the queries, keys and values of a layer's attention, [slots, 3 * width].
 
         Args:
-            stream: The residual stream, [slots, width]. With the kernels it is changed in place.
+            stream: The residual stream, [slots, width].
             layer: Weights of the layer.
-            layout: Where the sequences lie in the batch.
             missing_bias: Sum of the biases that earlier linear layers have not added to the stream,
                 float32 [width]. The kernels leave them out, and the norm adds them. None: none.
-
-        Returns:
-            [slots, width].
         """
         attention_input = self._backend.norm(
             stream, layer.attn_norm, self.shape.norm_eps, missing_bias
         )
-        qkv = self.apply_linear(attention_input, layer.qkv)  # [slots, 3 * width]
-        mean_values = self._backend.attend(qkv, layout)  # [slots, width]
-        return self._add_product(stream, mean_values, layer.out)
+        return self.apply_linear(attention_input, layer.qkv)
 
     def _add_feed_forward(
         self, stream: Tensor, layer: Layer, missing_bias: Tensor | None
@@ -155,14 +157,14 @@ class Esm2(Encoder):
         # An unused row of the batch has no token at all: its end must not come before its start.
         return starts, torch.maximum(starts, ends)
 
-    def _run_layers_int8(self, stream: Tensor, layout: RowLayout) -> Tensor:
+    def _run_layers_int8(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Run all layers in int8 by the kernels.
 
         Before a product its input is rotated, which mixes neighbouring numbers of a row, and then
         rounded to int8. The weights were rotated in the same way when they were loaded.
 
         Args:
-            stream: Embedded tokens, fp16 [slots, width]. The tensor is overwritten.
+            tokens: The tokens of a batch, [slots].
             layout: Where the sequences lie in the batch.
 
         Returns:
@@ -170,30 +172,54 @@ class Esm2(Encoder):
         """
         from virnuc_core.encoders.kernels import norm  # Triton is needed here only
 
-        rotation = hadamard_rotation(self.width, stream.device)
-        ffn_rotation = hadamard_rotation(self.shape.ffn_width, stream.device)
-        for layer in self.layers:
-            self._add_attention_int8(stream, layer, layout, rotation)
+        rotation = hadamard_rotation(self.width, tokens.device)
+        ffn_rotation = hadamard_rotation(self.shape.ffn_width, tokens.device)
+
+        def qkv_of_tokens(tokens: Tensor) -> Tensor:
+            """Return the queries, keys and values of the first layer for some tokens."""
+            return self._qkv_int8(F.embedding(tokens, self.table), self.layers[0], rotation)
+
+        stream = F.embedding(tokens, self.table)  # fp16 [slots, width]
+        for i, layer in enumerate(self.layers):
+            if i == 0:
+                qkv = self._first_qkv(tokens, qkv_of_tokens)
+            else:
+                qkv = self._qkv_int8(stream, layer, rotation)
+            mean_values = self._backend.attend(qkv, layout)  # fp16 [slots, width]
+            self._add_attention_int8(stream, mean_values, layer, rotation)
             self._add_feed_forward_int8(stream, layer, rotation, ffn_rotation)
         return norm(stream, self._final_norm, self.shape.norm_eps)
 
-    def _add_attention_int8(
-        self, stream: Tensor, layer: Layer, layout: RowLayout, rotation: Tensor
-    ) -> None:
-        """Add a layer's attention to the residual stream, in place, with int8 products.
+    def _qkv_int8(self, stream: Tensor, layer: Layer, rotation: Tensor) -> Tensor:
+        """Return the queries, keys and values of a layer's attention by an int8 product.
 
         Args:
             stream: The residual stream, fp16 [slots, width].
             layer: Weights of the layer, int8.
-            layout: Where the sequences lie in the batch.
             rotation: The matrix that rotates rows of `width` before they are rounded.
+
+        Returns:
+            fp16 [slots, 3 * width].
         """
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
         # `scale` has a number for each row: its int8 numbers times the scale are about the row.
         rows, scale = int8_rows(stream, rotation, norm=layer.attn_norm, eps=self.shape.norm_eps)
-        qkv = int8_product(rows, scale, layer.qkv)  # fp16 [slots, 3 * width]
-        mean_values = self._backend.attend(qkv, layout)  # fp16 [slots, width]
+        return int8_product(rows, scale, layer.qkv)
+
+    def _add_attention_int8(
+        self, stream: Tensor, mean_values: Tensor, layer: Layer, rotation: Tensor
+    ) -> None:
+        """Add a layer's attention to the residual stream, in place, by an int8 product.
+
+        Args:
+            stream: The residual stream, fp16 [slots, width].
+            mean_values: The output of the attention heads, fp16 [slots, width].
+            layer: Weights of the layer, int8.
+            rotation: The matrix that rotates rows of `width` before they are rounded.
+        """
+        from virnuc_core.encoders.kernels import int8_product, int8_rows
+
         rows, scale = int8_rows(mean_values, rotation)
         int8_product(rows, scale, layer.out, add_to=stream)
 
@@ -269,6 +295,11 @@ class DnabertS(Encoder):
             batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes
         )
         eps = self.shape.norm_eps
+
+        def qkv_of_tokens(tokens: Tensor) -> Tensor:
+            """Return the queries, keys and values of the first layer for some tokens."""
+            return apply_linear(F.embedding(tokens, self.table), self.layers[0].qkv)
+
         stream = F.embedding(batch.tokens, self.table)  # [slots, width]
         for i, layer in enumerate(self.layers):
             # With the kernels, the product that is added to the stream lacks the linear layer's
@@ -276,7 +307,10 @@ class DnabertS(Encoder):
             out_bias, down_bias = self._missing_biases[i]
 
             # Attention, then the norm behind it
-            qkv = apply_linear(stream, layer.qkv)  # [slots, 3 * width]
+            if i == 0:
+                qkv = self._first_qkv(batch.tokens, qkv_of_tokens)  # [slots, 3 * width]
+            else:
+                qkv = apply_linear(stream, layer.qkv)
             mean_values = self._backend.attend(qkv, layout)  # [slots, width]
             stream = self._add_product(stream, mean_values, layer.out)
             stream = self._backend.norm(stream, layer.attn_norm, eps, out_bias)

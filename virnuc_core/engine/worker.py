@@ -30,6 +30,7 @@ from torch import Tensor
 from virnuc_core.encoder_names import EncoderName, Molecule
 from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
 from virnuc_core.encoders.digests import accept_older_digest, fingerprint
+from virnuc_core.encoders.hopper import library_problem
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import (
@@ -334,7 +335,21 @@ class Worker:
             "torch": torch.__version__,
             "attention": {encoder.INFO.name: encoder.attention for encoder in encoders},
             "precision": {encoder.INFO.name: encoder.precision for encoder in encoders},
+            "int8_product": self._describe_int8_product(),
         }
+
+    def _describe_int8_product(self) -> str | None:
+        """Return what computes int8 products here; with a reason if it is not the fast library.
+
+        None if no encoder computes them by a kernel. Both ways give the same bits.
+        """
+        encoders = self._models.encoders.values()
+        if not any(
+            encoder.precision == "int8" and encoder.attention == "fused" for encoder in encoders
+        ):
+            return None
+        problem = library_problem(self._device)
+        return f"triton ({problem})" if problem else "hopper library"
 
     def _warm_up(self, encoder: Encoder, budget: int) -> None:
         """Compile the kernels of an encoder, group by group of row lengths, shortest rows first.

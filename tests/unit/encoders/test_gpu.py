@@ -14,7 +14,7 @@ from torch import Tensor
 from virnuc_core.encoders.backends import BackendName
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.layers import Encoder, LinearLayer
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.precision import Resolved
@@ -31,6 +31,7 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers of the 3B
 DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
@@ -92,11 +93,11 @@ def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256)
     ).to(GPU)
 
 
-def dna_tokens(order: list[int]) -> PackedBatch:
+def dna_tokens(order: list[int], slots: int = 4096) -> PackedBatch:
     """Rows of random token ids: the base model's vocabulary without its tokenizer."""
     generator = torch.Generator().manual_seed(4)
     rows = [torch.randint(5, 4096, (3 + 7 * i % 120,), generator=generator) for i in range(48)]
-    return packed_tokens([rows[i] for i in order], 3, slots=4096, capacity=64, max_seqlen=128).to(
+    return packed_tokens([rows[i] for i in order], 3, slots=slots, capacity=64, max_seqlen=128).to(
         GPU
     )
 
@@ -225,6 +226,66 @@ def test_long_rows_run_too() -> None:
 def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
     encoder = load_encoder(Esm2, models, GPU)
     assert (encoder.attention, encoder.precision) == ("fused", "fp16")
+
+
+# -- the library for Hopper GPUs, and the table of the first layer ---------------------------------------------------
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the library is built for compute capability 9.0")
+@pytest.mark.parametrize("m", [1, 7, 129, 1000, 16384])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(7680, 2560), (2560, 2560), (10240, 2560), (2560, 10240), (960, 320), (8, 16), (1000, 48)],
+)
+def test_library_multiplies_bit_for_bit_as_triton_does(m: int, n: int, k: int) -> None:
+    from virnuc_core.encoders import hopper, kernels
+
+    assert hopper.library_problem(GPU) == ""
+    generator = torch.Generator(GPU).manual_seed(m + n + k)
+
+    def int8(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, generator=generator, device=GPU, dtype=torch.int8)
+
+    x, weight = int8(m, k), int8(n, k)
+    row_scale = torch.rand(m, 1, generator=generator, device=GPU) / 100
+    scale = torch.rand(n, generator=generator, device=GPU) / 1000
+    layer = LinearLayer(weight, torch.randn(n, generator=generator, device=GPU), scale)
+    stream = torch.randn(m, n, generator=generator, device=GPU).half()
+    for adds in (False, True):
+        expected = stream.clone()
+        kernels.triton_int8_product(x, row_scale, layer, expected, adds=adds)
+        target = stream.clone()
+        got = kernels.int8_product(x, row_scale, layer, target if adds else None)
+        assert (got is target) is adds
+        assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("int8", marks=WITH_INT8)])
+def test_first_layer_from_a_table_gives_the_same_bits(precision: Resolved) -> None:
+    encoder = _made(WIDE, precision, "fused")
+    batch = protein_batch(list(range(48)))
+    _assert_equal_without_table(encoder, batch)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("slots", [1024, 8192])
+def test_first_layer_of_dnabert_s_from_a_table_gives_the_same_bits(
+    precision: Resolved, slots: int
+) -> None:
+    encoder = DnabertS(
+        DNA, partial(random_tensor, DNA), GPU, precision=precision, attention="fused"
+    )
+    # 1,024 slots are less than the 4,096 tokens of the vocabulary
+    _assert_equal_without_table(encoder, dna_tokens(list(range(12)), slots=slots))
+
+
+def _assert_equal_without_table(encoder: Encoder, batch: PackedBatch) -> None:
+    """Embed a batch with the table and without it."""
+    with_table = encoder.embed(batch)
+    assert list(encoder._qkv_tables) == [len(batch.tokens)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_first_qkv", lambda tokens, compute: compute(tokens))
+        assert torch.equal(encoder.embed(batch), with_table)
 
 
 # -- real size ---------------------------------------------------------------------------------------------------------

@@ -111,11 +111,7 @@ int launch(const Factors& f, TreeArguments tree, int multiprocessors, cudaStream
       cutlass::gemm::GemmUniversalMode::kGemm, {f.m, f.n, f.k, 1}, {f.a, a, f.b, b},
       {tree, f.d, c, f.d, d}};
   arguments.hw_info.sm_count = multiprocessors;
-#ifdef TUNING
-  static int swizzle = getenv("SWZ") ? atoi(getenv("SWZ")) : 1, raster = getenv("RAS") ? atoi(getenv("RAS")) : 0;
-  arguments.scheduler.max_swizzle_size = swizzle; using RO = decltype(arguments.scheduler.raster_order);
-  arguments.scheduler.raster_order = raster == 0 ? RO::Heuristic : raster == 1 ? RO::AlongM : RO::AlongN;
-#endif
+  // Other orders of the blocks, and larger swizzles, were measured and are slower.
   Gemm gemm;
   cutlass::Status status = gemm.can_implement(arguments);
   if (status == cutlass::Status::kSuccess) status = gemm.initialize(arguments, nullptr, stream);

@@ -1,0 +1,81 @@
+"""The prebuilt library for Hopper GPUs: it is what its sources give, and its absence is told."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from virnuc_core.encoders import hopper
+from virnuc_core.tools import build_kernels
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch report a Hopper GPU, whatever this machine has."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    hopper._load.cache_clear()
+    yield
+    hopper._load.cache_clear()
+
+
+def test_sources_and_library_are_those_that_belong_together() -> None:
+    record = json.loads(build_kernels.RECORD.read_text())
+    assert record["sources"] == build_kernels.source_digests(), "run make kernels"
+    assert record["gpu_code"] == build_kernels.gpu_code_digest(hopper.LIBRARY), "run make kernels"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is built for x86_64")
+def test_library_loads_without_a_gpu_and_has_its_functions() -> None:
+    library = ctypes.CDLL(str(hopper.LIBRARY))
+    assert library.virnuc_int8_store
+    assert library.virnuc_int8_add
+
+
+def test_other_devices_have_no_library_and_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert hopper.find_library(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    hopper._load.cache_clear()
+    assert hopper.library_problem(GPU) == "compute capability 8.0, not 9.0"
+    hopper._load.cache_clear()
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("content", [None, b"", b"no library"], ids=["missing", "empty", "damaged"])
+def test_library_that_cannot_be_loaded_is_told_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
+) -> None:
+    path = tmp_path / "hopper.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(hopper, "LIBRARY", path)
+    with caplog.at_level(logging.WARNING):
+        assert hopper.find_library(GPU) is None
+        assert hopper.find_library(GPU) is None
+    assert hopper.library_problem(GPU).startswith("cannot be loaded: ")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "hopper.so cannot be loaded"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expected"),
+    [(7680, 2560, True), (960, 320, True), (12, 64, False), (64, 40, False)],
+)
+def test_sizes_that_the_library_takes(rows: int, width: int, expected: bool) -> None:
+    assert hopper.fits(torch.empty(rows, width, dtype=torch.int8)) is expected
