@@ -153,6 +153,7 @@ def python(source: Path, *arguments: object) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_runs_shards_report_criteria_and_cosines_follow_the_encoder(
     source: Path, tmp_path: Path
 ) -> None:

@@ -39,10 +39,16 @@ def run_virnuc(environment: dict[str, str], *words: object) -> subprocess.Comple
 @pytest.mark.parametrize(
     ("n_gpus", "visible", "absence"),
     [
-        (None, None, "(libnvidia-ml.so.1 is not installed)"),
-        (0, None, "the NVIDIA driver 570.86.15 works and reports 0 GPUs"),
+        # the sentence of each reason is also in tests/unit/test_gpus.py
+        pytest.param(None, None, "(libnvidia-ml.so.1 is not installed)", marks=pytest.mark.slow),
+        pytest.param(
+            0,
+            None,
+            "the NVIDIA driver 570.86.15 works and reports 0 GPUs",
+            marks=pytest.mark.slow,
+        ),
         (2, "", "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs of this machine"),
-        (1, None, NO_CUDA),
+        pytest.param(1, None, NO_CUDA, marks=pytest.mark.slow),
     ],
 )
 def test_why_auto_takes_a_core_is_said_once_and_recorded(
