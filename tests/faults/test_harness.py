@@ -139,6 +139,7 @@ def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [Plan("intrude", "shared directory", server="none"), Plan("fail", "shards", server="none")],

@@ -136,6 +136,7 @@ def test_why_auto_takes_cores_of_a_node_is_said_with_its_machine(
     assert f"{platform.node()}: CUDA_VISIBLE_DEVICES='' hides all 2 GPUs" in warning
 
 
+@pytest.mark.slow
 def test_nodes_compute_on_cores_beside_a_driver_that_does_not_work(
     few_reads: Path, models: Path, tmp_path: Path
 ) -> None:

@@ -377,6 +377,7 @@ def test_devices_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert run_inside(capsys, "profiles", "absent").code == 2
 
 
+@pytest.mark.slow
 def test_a_run_scored_again_with_another_threshold(
     tmp_path: Path,
     few_reads: Path,

@@ -158,6 +158,7 @@ def test_a_password_is_in_no_message_about_a_server(
     assert files_with(PASSWORD, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_password_is_in_no_output_of_a_run_on_a_named_server(
     tmp_path: Path, server: dict[str, str], models: Path, few_reads: Path
 ) -> None:

@@ -295,6 +295,7 @@ def in_vain(_pool: httpcore.ConnectionPool, _request: httpcore.Request) -> httpc
     raise httpcore.ReadTimeout("in vain")
 
 
+@pytest.mark.slow
 def test_without_prefect_the_same_files_come_and_nothing_is_recorded(
     tmp_path: Path,
     few_reads: Path,

@@ -268,6 +268,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     assert verify_report(out_dir).differences == []
 
 
+@pytest.mark.slow
 def test_a_validation_of_reads_without_an_open_frame_is_not_judged(
     tmp_path: Path, models: Path
 ) -> None:

@@ -251,6 +251,7 @@ def test_a_bus_error_is_not_the_fault_of_a_row(
         pool.compute([task], tmp_path, lambda event: None)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_cut_off_is_not_the_fault_of_a_row(
     tmp_path: Path, tiny_models: Path, reads_file: Path
 ) -> None:
