@@ -9,7 +9,6 @@ import prefect
 
 from virnuc.flows.parameters import WITHOUT
 from virnuc.flows.tls_errors import causes, tls_problem
-from virnuc.tasks.server_connection import ServerLostError
 from virnuc_core.errors import VirnucError
 
 CREDENTIALS: Final = "set PREFECT_API_AUTH_STRING to the server's (PREFECT_API_KEY for a cloud)"
@@ -29,12 +28,16 @@ ADVICE: Final = {
 }
 
 
-def server_refusal(error: BaseException, url: str) -> VirnucError | None:
-    """Return an error for the user if a server did not accept a run.
+def server_refusal(
+    error: BaseException, url: str, *, alternative: str = f", or use {WITHOUT}"
+) -> VirnucError | None:
+    """Return an error for the user if a server did not accept a run, or does not answer.
 
     Args:
         error: The error of Prefect's client, before the function of the flow was called.
         url: The address of the server's API, without a password.
+        alternative: The end of the message: what else can be done. A command that needs the server
+            gives an empty text.
 
     Returns:
         The error in one line: what the server answered, and what to do. `None` if this error is not
@@ -42,10 +45,17 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
     """
     problem = tls_problem(error)
     if problem is not None:
-        return VirnucError(f"the Prefect server at {url} {problem}, or use {WITHOUT}")
+        return VirnucError(f"the Prefect server at {url} {problem}{alternative}")
     for cause in causes(error):
-        if isinstance(cause, ServerLostError):
-            return VirnucError(f"no Prefect server answers at {url}; or use {WITHOUT}")
+        if isinstance(cause, httpx.ConnectError | ConnectionRefusedError):
+            return VirnucError(
+                f"nothing answers at {url}: start the Prefect server there, or set PREFECT_API_URL "
+                f"to the address of one{alternative}"
+            )
+        if isinstance(cause, httpx.TransportError):
+            return VirnucError(
+                f"no Prefect server answers at {url}; look whether it still runs{alternative}"
+            )
         if isinstance(cause, httpx.HTTPStatusError):
             code = cause.response.status_code
             advice = FAULT
@@ -53,12 +63,12 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
                 advice = ADVICE.get(HTTPStatus(code), FAULT)
             return VirnucError(
                 f"the Prefect server at {url} answers {code} "
-                f"({cause.response.reason_phrase}); {advice}, or use {WITHOUT}"
+                f"({cause.response.reason_phrase}); {advice}{alternative}"
             )
         if isinstance(cause, json.JSONDecodeError):
             return VirnucError(
-                f"what answers at {url} is no Prefect server: it sends no JSON; {ADDRESS}, or use "
-                f"{WITHOUT}"
+                f"what answers at {url} is no Prefect server: it sends no JSON; {ADDRESS}"
+                f"{alternative}"
             )
     return None
 

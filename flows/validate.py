@@ -69,6 +69,8 @@ def validate(settings: ValidateSettings) -> Outcome[ValidationResult]:
 
     approval = ask_reviewer(settings, report)
     summary = f"{summary}; {approval.verdict} by {approval.reviewer}"
+    if approval.contradictions:
+        summary += f" (contradicts the figures: {'; '.join(approval.contradictions)})"
     return judged_outcome(settings, report, summary, approval.verdict)
 
 

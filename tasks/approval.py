@@ -3,15 +3,14 @@
 from typing import Any, Final, Literal
 
 from prefect.input import RunInput
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from virnuc.tasks.report import with_verdict_marks
-from virnuc_core.profiles import Answer, Review
+from virnuc_core.profiles import QUESTIONS, Answer, Review
 from virnuc_core.report import messages
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import approval_markdown
 from virnuc_core.report.views.criteria import criteria_section
-from virnuc_core.validation import QUESTIONS
 
 # the answer that is given when no reviewer answers in time
 TIME_OUT_ANSWER: Final = {
@@ -21,10 +20,25 @@ TIME_OUT_ANSWER: Final = {
 }
 
 
+# A rule of JSON Schema, by which the server refuses an approval with open questions: where the
+# verdict is `approved`, each question must be there and be answered with yes or no.
+APPROVED_IN_FULL: Final[dict[str, Any]] = {
+    "if": {"properties": {"verdict": {"const": "approved"}}, "required": ["verdict"]},
+    "then": {
+        "properties": {name: {"enum": ["yes", "no"]} for name in QUESTIONS},
+        "required": list(QUESTIONS),
+    },
+}
+
+
 class Approval(Review, RunInput):
     """What the reviewer is asked."""
 
-    verdict: Literal["approved", "rejected", "pending"] = Field(description="The decision")
+    model_config = ConfigDict(json_schema_extra=APPROVED_IN_FULL)
+
+    verdict: Literal["approved", "rejected", "pending"] = Field(
+        description="The decision. To approve, answer every question with yes or no"
+    )
     reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
 
 

@@ -55,7 +55,7 @@ def announce(*tags: str) -> None:
 
 
 def _end_orphans(client: "SyncPrefectClient") -> None:
-    """Mark flow runs as crashed that the server calls running, but whose process is gone.
+    """Mark flow runs as crashed that run or wait at the server, but whose process is gone.
 
     Args:
         client: Asks the server. Only runs of virnuc, by their tag, are looked at.
@@ -63,11 +63,11 @@ def _end_orphans(client: "SyncPrefectClient") -> None:
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
-    is_running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
-    ours = {"tags": {"all_": ["virnuc"]}, "state": is_running}
+    is_unfinished = {"type": {"any_": ["RUNNING", "CANCELLING", "PAUSED"]}}
+    ours = {"tags": {"all_": ["virnuc"]}, "state": is_unfinished}
     runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
     for flow_run in runs:
-        if _is_orphan(flow_run):
+        if is_orphan(flow_run):
             logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
             crashed: State[Any] = Crashed(
                 message="its process is gone, and had not told how it ended"
@@ -75,7 +75,7 @@ def _end_orphans(client: "SyncPrefectClient") -> None:
             client.set_flow_run_state(flow_run.id, crashed, force=True)
 
 
-def _is_orphan(flow_run: "FlowRun") -> bool:
+def is_orphan(flow_run: "FlowRun") -> bool:
     """Return whether a flow run belongs to a process of this machine that no longer exists.
 
     Of a run on another machine, or in another container, nothing is known here: the answer is no.

@@ -146,6 +146,7 @@ REPORT_FILES: Final = (
     "report/benchmark_*.md",
     "report/benchmark_*.json",
     "report/approval.json",
+    "report/approvals.jsonl*",
 )
 HEAD_FILES: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
 # A training embeds its reads by a models directory of its own.

@@ -335,12 +335,8 @@ class ApprovalRecord(Review, RunFile):
     flow_run: str = ""
     verdict: Literal["approved", "rejected", "pending"]
     reviewer: str | None = None
-
-
-# What a reviewer is asked, by the name of the answer
-QUESTIONS: Final = {
-    name: answer.description for name, answer in Review.model_fields.items() if name != "note"
-}
+    # A sentence for each point in which the answer contradicts the figures that it is about
+    contradictions: tuple[str, ...] = ()
 
 
 class ScoreDifference(RunFile):

@@ -2,6 +2,8 @@
 
 import getpass
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import Field
@@ -11,7 +13,8 @@ from virnuc.flows.cli.output import say
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.temporary_server import start_temporary_server
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.profiles import Review
+from virnuc_core.profiles import NOT_ANSWERED, QUESTIONS, Review
+from virnuc_core.runfiles import redact_credentials
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -45,13 +48,9 @@ def approve(options: ApprovalOptions) -> None:
         # answers every user of the machine.
         server = start_temporary_server(debug=False, alternative=NAME_THE_SERVER)
         server.wait()  # until it answers
-    with get_client(sync_client=True) as client:
+    with _refusals_in_one_line(), get_client(sync_client=True) as client:
         flow_run = _find_flow_run(client, options.run)
-        if not _is_waiting(flow_run):
-            raise ConfigError(
-                f"flow run '{flow_run.name}' does not wait for an answer; "
-                f"it is {flow_run.state_name}"
-            )
+        _require_waiting(flow_run)
         response = client.resume_flow_run(flow_run.id, run_input=review)
     if response.status.value != "ACCEPT":
         # Somebody else may have answered meanwhile.
@@ -60,13 +59,56 @@ def approve(options: ApprovalOptions) -> None:
     say(f"{flow_run.name}: {review['verdict']} by {review['reviewer']}")
 
 
+@contextmanager
+def _refusals_in_one_line() -> Iterator[None]:
+    """Turn what a server answers to the `with` block, or that none answers, into one line.
+
+    Raises:
+        VirnucError: The server was not reached, or refused the request.
+    """
+    import httpx
+    from prefect.exceptions import PrefectException
+    from prefect.settings import PREFECT_API_URL
+
+    from virnuc.flows.server_refusal import server_refusal
+
+    try:
+        yield
+    # Prefect's client raises a RuntimeError if it cannot ask for the server's version.
+    except (httpx.HTTPError, RuntimeError, ValueError, PrefectException) as error:
+        shown_url = redact_credentials(str(PREFECT_API_URL.value()))
+        refusal = server_refusal(error, shown_url, alternative="")
+        if isinstance(error, VirnucError) or refusal is None:
+            raise
+        raise refusal from error
+
+
+def _require_waiting(flow_run: "FlowRun") -> None:
+    """Return if a flow run waits for an answer, and its process can still take it.
+
+    Raises:
+        ConfigError: It does not wait, or its process on this machine has ended.
+    """
+    from virnuc.tasks.running_mark import is_orphan
+
+    if not _is_waiting(flow_run):
+        message = f"flow run '{flow_run.name}' does not wait for an answer; it is "
+        raise ConfigError(message + str(flow_run.state_name))
+    if is_orphan(flow_run):
+        raise ConfigError(
+            f"flow run '{flow_run.name}' waits, but its process has ended and cannot take an "
+            "answer; start the same validation again with --approval"
+        )
+
+
 def _review_form(options: ApprovalOptions) -> dict[str, Any]:
     """Return the reviewer's answer with the fields of the form that the paused run shows.
 
     Without the option `--reviewer`, the reviewer is the user of this machine.
 
     Raises:
-        ConfigError: Not exactly one of the three verdicts was given.
+        ConfigError: Not exactly one of the three verdicts was given, or it is `--yes` and a
+            question has no answer.
     """
     verdicts = []
     if options.yes:
@@ -80,6 +122,10 @@ def _review_form(options: ApprovalOptions) -> dict[str, Any]:
     form = {"verdict": verdicts[0], "reviewer": getpass.getuser()}
     # The other options are named like the fields of the form. None means that one was not given.
     answers = options.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
+    unanswered = [name for name in QUESTIONS if answers.get(name, NOT_ANSWERED) == NOT_ANSWERED]
+    if options.yes and unanswered:
+        missing = ", ".join(f"--{name.replace('_', '-')}" for name in unanswered)
+        raise ConfigError(f"--yes needs an answer (yes or no) to every question; add {missing}")
     return form | answers
 
 

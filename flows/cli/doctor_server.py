@@ -69,6 +69,11 @@ def check_prefect_server() -> Iterator[Check]:
         except (httpx.HTTPError, ValueError) as error:
             shown_url = redact_credentials(url)
             problem = tls_problem(error)
+            if isinstance(error, httpx.ConnectError) and problem is None:
+                raise ConfigError(
+                    f"nothing answers at {shown_url}: start the server there, or unset "
+                    "PREFECT_API_URL"
+                ) from error
             if problem is None:
                 problem = f"does not answer ({type(error).__name__}); start it, or unset it"
             raise ConfigError(f"{shown_url} {problem}") from error

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
-from uuid import UUID
 
 from pydantic import create_model
 from pydantic_core import to_jsonable_python
@@ -14,6 +13,7 @@ from pydantic_core import to_jsonable_python
 from virnuc.flows.cli import run_from_terminal as terminal
 from virnuc.flows.cli.options import OnTerminal, command
 from virnuc.flows.cli.output import say, show_table
+from virnuc.flows.page_in_ui import page_in_ui
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
 from virnuc_core.errors import printable
@@ -23,7 +23,6 @@ CRITERION_FAILED: Final = 5
 PARTIAL: Final = 6  # some rows had to be set aside
 NOT_JUDGED: Final = 7
 NOT_IN_UI: Final = "the run is not there, because it went on without a Prefect server"
-DEFAULT_UI: Final = "http://127.0.0.1:4200"  # where `prefect server start` serves it
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 
@@ -71,7 +70,9 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
         code = exit_code(outcome)
         facts = spec.facts(settings)
         if spec.has_page:
-            facts["In the UI"] = _page_in_ui(outcome.flow_run_id)
+            facts["In the UI"] = NOT_IN_UI
+            if outcome.flow_run_id is not None:
+                facts["In the UI"] = page_in_ui(outcome.flow_run_id)
         if settings.as_json:
             say(_outcome_as_json(outcome, code, facts))
             return code
@@ -154,28 +155,3 @@ def _outcome_as_json(outcome: Outcome[Any], code: int, facts: dict[str, str]) ->
         key = name.lower().replace(" ", "_")
         fields[key] = fact
     return json.dumps(fields, indent=2)
-
-
-def _page_in_ui(flow_run_id: UUID | None) -> str:
-    """Return the address of a run's page in the Prefect UI.
-
-    A temporary server has no UI. Its database stays, so the text then begins with the command that
-    starts a server with the same database.
-
-    Args:
-        flow_run_id: The run at its server. None if it ran without one, which the text then says.
-    """
-    if flow_run_id is None:
-        return NOT_IN_UI
-    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
-
-    from virnuc.tasks.server_connection import connection
-
-    page = f"/runs/flow-run/{flow_run_id}"
-    if connection.embedded is None:
-        return f"{PREFECT_UI_URL.value()}{page}"
-    home = PREFECT_HOME.value()
-    start = "prefect server start"
-    if home != Path.home() / ".prefect":
-        start = f"PREFECT_HOME={home} {start}"
-    return f"{start}, then {DEFAULT_UI}{page}"

@@ -6,6 +6,9 @@ import contextvars
 import json
 import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +26,10 @@ from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.flow_engine import run_flow as prefect_runs
+from prefect.input import RunInput
 from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
-from prefect.states import Cancelled, Running
+from prefect.states import Cancelled, Paused, Running
 
 from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
@@ -44,6 +48,7 @@ from virnuc.tasks.task import retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
 from virnuc_core.markdown import Markdown
+from virnuc_core.profiles import QUESTIONS, Review
 from virnuc_core.runfiles import Device
 
 from .flow_runs import message as message_of
@@ -434,9 +439,94 @@ def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
     with get_client(sync_client=True) as client:
         response = client.resume_flow_run(run.id, run_input={})
         assert response.status.value == "REJECT"
-        client.resume_flow_run(run.id, run_input={"verdict": "approved", "reviewer": "Ada"})
+        client.resume_flow_run(run.id, run_input={"verdict": "pending", "reviewer": "Ada"})
     thread.join(PATIENCE_S)
-    assert states[0].result()["verdict"] == "approved"
+    assert states[0].result()["verdict"] == "pending"
+
+
+def test_to_approve_every_question_must_be_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server refuses what the UI sends, and the command asks before it sends anything."""
+    thread, states = in_thread(tmp_path / "report", timeout_s=600)
+    run = waiting_run()
+    wait_for(lambda: "virnuc approve" in caplog.text, "the ways to answer")
+    assert f"flow run '{run.name}' waits for a reviewer" in caplog.text
+    assert f"/runs/flow-run/{run.id}, button Resume" in caplog.text
+    assert f"virnuc approve {run.id} --yes" in caplog.text
+
+    assert main(["approve", str(run.id), "--yes", "--all-criteria-met", "yes"]) == 2
+    assert "add --target-realistic, --tuning-could-help" in capsys.readouterr().err
+    answers = dict.fromkeys(QUESTIONS, "yes")
+    approved = {"verdict": "approved", "reviewer": "Ada"}
+    with get_client(sync_client=True) as client:
+        for incomplete in ({}, answers | {"target_realistic": "not answered"}):
+            response = client.resume_flow_run(run.id, run_input=approved | incomplete)
+            assert response.status.value == "REJECT"
+        response = client.resume_flow_run(run.id, run_input=approved | answers)
+        assert response.status.value == "ACCEPT"
+        second = client.resume_flow_run(run.id, run_input=approved | {"reviewer": "Bea"})
+        assert second.status.value != "ACCEPT", "the first answer counts"
+    thread.join(PATIENCE_S)
+    assert (states[0].result()["verdict"], states[0].result()["reviewer"]) == ("approved", "Ada")
+
+
+class FormWithoutRule(Review, RunInput):
+    """A form of which a server does not know that approving needs all answers."""
+
+    verdict: str
+    reviewer: str
+
+
+@flow
+def leniently_gated(report_dir: Path) -> dict[str, Any]:
+    """Asks with the form that has no rule, and returns the answer."""
+    return wait_for_approval(report_dir, FormWithoutRule, timeout_s=1, poll_s=1).model_dump()
+
+
+def test_an_approval_with_open_questions_is_pending_where_the_server_lets_it_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "virnuc.flows.approval.TIME_OUT_ANSWER", {"verdict": "approved", "reviewer": "Ada"}
+    )
+    answer = leniently_gated(tmp_path / "report")
+    assert answer["verdict"] == "pending"
+    assert answer["note"].startswith("approved, but not answered: all_criteria_met")
+
+
+def test_an_answer_to_a_run_whose_process_has_ended_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run is still paused at its server, so the answer would be accepted, and be lost."""
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(gated, parameters={"report_dir": ".", "timeout_s": 1})
+        labels = {NAMESPACE_LABEL: process_namespace(), PROCESS_LABEL: ended.pid, START_LABEL: 1}
+        client.update_flow_run_labels(run.id, labels)
+        client.set_flow_run_state(run.id, Paused(timeout_seconds=600), force=True)
+    assert main(["approve", str(run.id), "--no"]) == 2
+    assert "its process has ended and cannot take an answer" in capsys.readouterr().err
+    with get_client(sync_client=True) as client:
+        client.delete_flow_run(run.id)
+
+
+def test_approve_at_a_closed_port_is_one_line() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/api"
+        environment = {**os.environ, "PREFECT_API_URL": url}
+        program = "import sys; from virnuc.flows.cli.app import main; sys.exit(main(sys.argv[1:]))"
+        outcome = subprocess.run(
+            [sys.executable, "-c", program, "approve", "night", "--no"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert outcome.returncode == 1
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith(f"virnuc: nothing answers at {url}: start the Prefect server there")
 
 
 def test_approving_what_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ TargetKey = Annotated[str, Field(pattern=f"^({'|'.join(TARGET_NAMES)})$")]
 DeviceCount = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")]
 
 Answer = Literal["yes", "no", "not answered"]
+NOT_ANSWERED: Final = "not answered"
 
 _COMPARISONS: Final = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
@@ -125,16 +126,20 @@ class Review(Spec):
     """What a reviewer says about a validation."""
 
     all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
-    target_realistic: Answer = Field(
-        "not answered", description="If not: was the target realistic?"
-    )
-    tuning_could_help: Answer = Field("not answered", description="If not: could tuning help?")
-    code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
+    target_realistic: Answer = Field("not answered", description="Is the target realistic?")
+    tuning_could_help: Answer = Field("not answered", description="Could tuning help?")
+    code_fix_needed: Answer = Field("not answered", description="Is a code fix needed?")
     # Whatever the encoder is, the answer has this name in the files of all approvals.
     esm2_still_bottleneck: Answer = Field(
         "not answered", description=f"Is {PROTEIN.title} still the bottleneck?"
     )
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
+
+
+# What a reviewer is asked, by the name of the answer
+QUESTIONS: Final = {
+    name: answer.description for name, answer in Review.model_fields.items() if name != "note"
+}
 
 
 def profile_names() -> list[str]:

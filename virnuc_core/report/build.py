@@ -19,6 +19,7 @@ from virnuc_core.errors import (
     join_first,
 )
 from virnuc_core.profiles import Profile
+from virnuc_core.report.approvals import APPROVAL
 from virnuc_core.report.benchmark import former_benchmark_name
 from virnuc_core.report.bottlenecks import rank_losses, stage_findings
 from virnuc_core.report.charts import charts
@@ -68,7 +69,6 @@ from virnuc_core.system_errors import path_exists
 
 log = logging.getLogger(__name__)
 
-APPROVAL: Final = "approval.json"
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
 # the id that `duplicate_of=` names stands last in the column and may hold commas
 DUPLICATE_ID: Final = re.compile(r"duplicate_of=.*$")

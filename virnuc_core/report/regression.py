@@ -186,11 +186,13 @@ class _HistoryLines:
     Attributes:
         valid: What each valid line says, by its text, in the order of the file.
         damaged: The texts of the other lines.
-        gaps: A sentence for each place where a line was removed or edited.
+        edits: A sentence for each damaged line that no version of virnuc has written so.
+        gaps: A sentence for each place where a line is gone, or another one stands in its place.
     """
 
     valid: dict[bytes, HistoryEntry | ApprovalLine] = field(default_factory=dict)
     damaged: list[bytes] = field(default_factory=list)
+    edits: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
 
     @property
@@ -214,8 +216,12 @@ def read_approvals(path: Path) -> tuple[ApprovalLine, ...]:
 
 
 def history_gaps(path: Path) -> tuple[str, ...]:
-    """Return a sentence for each place of a history where a line was removed or edited."""
-    return tuple(_read_lines(path, "passed over").gaps)
+    """Return a sentence for each place of a history where a line was removed or edited.
+
+    A file of answers beside a report has the same form. Without a file there are none.
+    """
+    lines = _read_lines(path, "passed over")
+    return (*lines.edits, *lines.gaps)
 
 
 def _read_lines(path: Path, consequence: str) -> _HistoryLines:
@@ -226,7 +232,7 @@ def _read_lines(path: Path, consequence: str) -> _HistoryLines:
         consequence: End of the warning: what happens to the damaged lines, such as "passed over".
     """
     lines = _HistoryLines()
-    first_problem = ""
+    problems: list[str] = []
     content = b""
     if path_exists(path):
         content = read_with_retries(path, lambda: read_file(path, max_bytes=MAX_HISTORY_BYTES))
@@ -234,6 +240,7 @@ def _read_lines(path: Path, consequence: str) -> _HistoryLines:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
+        values: dict[str, Any] = {}
         try:
             values = _checked_values(line)
             previous = values.pop(PREVIOUS, None)
@@ -245,15 +252,17 @@ def _read_lines(path: Path, consequence: str) -> _HistoryLines:
         except ValueError as error:
             lines.damaged.append(line)
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            if not first_problem:
-                first_problem = f"{path}:{number}: not a history entry ({reason})"
+            problems.append(f"{path}:{number}: not a history entry ({reason})")
+            # A line with a right checksum that cannot be used here may be of a newer version.
+            if not values:
+                lines.edits.append(problems[-1])
         line_before = line
     for gap in lines.gaps:
         log.warning("%s", gap)
-    if lines.damaged:
-        n_more = len(lines.damaged) - 1
+    if problems:
+        n_more = len(problems) - 1
         more = f" and {n_more} more" if n_more else ""
-        log.warning("%s%s; %s", first_problem, more, consequence)
+        log.warning("%s%s; %s", problems[0], more, consequence)
     return lines
 
 

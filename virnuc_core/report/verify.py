@@ -20,7 +20,8 @@ from virnuc_core.config import OnShare
 from virnuc_core.errors import ConfigError, StorageError, UnreadableError, VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.reads.workers import Workers
-from virnuc_core.report.build import APPROVAL, build_report, read_report
+from virnuc_core.report.approvals import APPROVAL, verify_approvals
+from virnuc_core.report.build import build_report, read_report
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare, compared_sides
 from virnuc_core.report.evidence import unfinished_parts
@@ -323,7 +324,7 @@ def _verify_forms(verification: Verification, out: Path, report: Report) -> None
 def _verify_history(
     verification: Verification, out: Path, report: Report, record: ValidationRecord | None
 ) -> None:
-    """Compare `regression.json` with the report and with the lines of the history, its source.
+    """Compare `regression.json` and the answers of reviewers with the history, their source.
 
     Args:
         verification: Collects the differences.
@@ -331,10 +332,11 @@ def _verify_history(
         report: The report as it was when the history was written.
         record: The validation's record, which may name the history.
     """
+    path = history_path(out, record)
+    verify_approvals(verification, out, report, path if path_exists(path) else None)
     entry = entry_of(report)
     if entry is None:
         return
-    path = history_path(out, record)
     file = None
     if path_exists(out / REGRESSION):
         file = read(out / REGRESSION, RegressionFile)

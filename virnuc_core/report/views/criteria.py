@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
+from virnuc_core.profiles import QUESTIONS
 from virnuc_core.report.model import ApprovalState, Criterion, Regression, Report, Verdict
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import (
@@ -14,7 +15,6 @@ from virnuc_core.report.text import (
     percent,
     target_text,
 )
-from virnuc_core.validation import QUESTIONS
 
 CRITERIA_TITLE: Final = "Criteria"  # of the section that the charts follow
 
@@ -117,4 +117,6 @@ def approval_text(approval: ApprovalState) -> str:
         text += f", {time}"
     if approval.of_earlier_run:
         text += "; the answer is older than these figures"
+    if approval.contradictions:
+        text += f"; it contradicts the figures: {'; '.join(approval.contradictions)}"
     return text
