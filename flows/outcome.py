@@ -7,7 +7,7 @@ from typing import Final
 from virnuc.flows.settings.measured import MeasureSettings
 from virnuc.tasks.outcome import Outcome, completed, failed
 from virnuc_core.errors import VirnucError
-from virnuc_core.report.model import Report
+from virnuc_core.report.model import Report, ReportOutcome
 from virnuc_core.rundir import RunDir
 
 # names of the outcomes of runs that ended well, but not as was asked
@@ -41,7 +41,12 @@ class ValidationResult:
 
 
 def judged_outcome(
-    settings: MeasureSettings, report: Report, message: str, verdict: str | None = None
+    settings: MeasureSettings,
+    report: Report,
+    message: str,
+    verdict: str | None = None,
+    *,
+    outcome: ReportOutcome | None = None,
 ) -> Outcome[ValidationResult]:
     """Return the outcome of a flow whose figures were judged.
 
@@ -51,12 +56,16 @@ def judged_outcome(
         report: The judged report.
         message: The message of the outcome: one line for people.
         verdict: The reviewer's verdict, or None if nobody was asked.
+        outcome: Whether the run passed. None takes the report's own outcome, which is that of a
+            validation.
     """
+    if outcome is None:
+        outcome = report.outcome
     folder = RunDir(settings.out).report
-    result = ValidationResult(folder, report.num_met, report.failures, report.outcome, verdict)
+    result = ValidationResult(folder, report.num_met, report.failures, outcome, verdict)
     if verdict == "rejected":
         name = REJECTED
-    elif report.outcome == "failed":
+    elif outcome == "failed":
         name = NOT_MET
     else:
         return completed(result, message)

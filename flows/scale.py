@@ -24,7 +24,8 @@ from virnuc_core.report import messages
 def scale(settings: ScaleSettings) -> Outcome[ValidationResult]:
     """Measure the time of the same reads on more and more devices, and judge it by a profile.
 
-    The results must be equal bit for bit on all numbers of devices.
+    The results must be equal bit for bit on all numbers of devices, and each measured number of
+    devices must lie in its band. Without a baseline, targets about it do not count.
 
     Returns:
         The outcome of the flow, with the judgement; a missed criterion is no error here.
@@ -34,7 +35,8 @@ def scale(settings: ScaleSettings) -> Outcome[ValidationResult]:
     """
     judgement = run_steps(settings)
     report = judgement.report
-    return judged_outcome(settings, report, messages.scaling_message(report) + judgement.note)
+    message = messages.scaling_message(report) + judgement.note
+    return judged_outcome(settings, report, message, outcome=report.scaling_outcome)
 
 
 def run_steps(settings: ScaleSettings) -> Judgement:

@@ -11,7 +11,7 @@ from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.rundir import RunDir, discard
 from virnuc_core.tools.bench import Bench
-from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
+from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates, require_enough_reads
 
 
 def tune(settings: TuneSettings) -> Outcome[Recommendation]:
@@ -34,7 +34,8 @@ def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     candidates = make_candidates(base, settings.swept())
     label = sample_name(settings.all_inputs)
     announce(label, profile.name, devices.kind)
-    stage_reads_of(settings, label)
+    staging = stage_reads_of(settings, label)
+    require_enough_reads(staging.counts.n_reads, profile)
 
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
     sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)

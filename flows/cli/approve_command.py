@@ -51,6 +51,7 @@ def approve(options: ApprovalOptions) -> None:
     with _refusals_in_one_line(), get_client(sync_client=True) as client:
         flow_run = _find_flow_run(client, options.run)
         _require_waiting(flow_run)
+        _require_answers(review)
         response = client.resume_flow_run(flow_run.id, run_input=review)
     if response.status.value != "ACCEPT":
         # Somebody else may have answered meanwhile.
@@ -107,8 +108,7 @@ def _review_form(options: ApprovalOptions) -> dict[str, Any]:
     Without the option `--reviewer`, the reviewer is the user of this machine.
 
     Raises:
-        ConfigError: Not exactly one of the three verdicts was given, or it is `--yes` and a
-            question has no answer.
+        ConfigError: Not exactly one of the three verdicts was given.
     """
     verdicts = []
     if options.yes:
@@ -122,11 +122,19 @@ def _review_form(options: ApprovalOptions) -> dict[str, Any]:
     form = {"verdict": verdicts[0], "reviewer": getpass.getuser()}
     # The other options are named like the fields of the form. None means that one was not given.
     answers = options.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
-    unanswered = [name for name in QUESTIONS if answers.get(name, NOT_ANSWERED) == NOT_ANSWERED]
-    if options.yes and unanswered:
+    return form | answers
+
+
+def _require_answers(review: dict[str, Any]) -> None:
+    """Return if a reviewer who approves has answered every question.
+
+    Raises:
+        ConfigError: A question has no answer. The message names the options that are missing.
+    """
+    unanswered = [name for name in QUESTIONS if review.get(name, NOT_ANSWERED) == NOT_ANSWERED]
+    if review["verdict"] == "approved" and unanswered:
         missing = ", ".join(f"--{name.replace('_', '-')}" for name in unanswered)
         raise ConfigError(f"--yes needs an answer (yes or no) to every question; add {missing}")
-    return form | answers
 
 
 def _find_flow_run(client: "SyncPrefectClient", run: str) -> "FlowRun":

@@ -523,6 +523,7 @@ def test_approve_at_a_closed_port_is_one_line() -> None:
             env=environment,
             capture_output=True,
             text=True,
+            check=False,
         )
     assert outcome.returncode == 1
     (line,) = outcome.stderr.splitlines()

@@ -7,7 +7,7 @@ from typing import Final
 
 from virnuc_core.config import Switch
 from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.report.model import Bottleneck, Report, RunMetrics
+from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
@@ -49,20 +49,40 @@ def criteria_message(report: Report) -> str:
 
 
 def scaling_message(report: Report) -> str:
-    """Return a message: speed-up and efficiency by number of devices, and the numbers left out."""
+    """Return a message: speed-up, efficiency and verdict by number of devices, and the equality of
+    the results.
+
+    Numbers of devices that were left out are named with the reason.
+    """
     parts = []
     for figure in report.scaling[1:]:  # the first one is the run on one device itself
         speedup = number(figure.speedup, 2, "x")
         efficiency = percent(figure.efficiency)
         repeats = measured_runs(figure.times_s)
-        parts.append(f"{figure.num_gpus} devices: {speedup} ({efficiency}), {repeats}")
+        part = f"{figure.num_gpus} devices: {speedup} ({efficiency}), {repeats}"
+        if figure.judged is not None and figure.judged.target is not None:
+            part += f": {_verdict_text(figure.judged)}"
+        parts.append(part)
     if not parts:
         parts.append("one device only: there is no curve")
     for num_devices, reason in unmeasured_device_counts(report).items():
         parts.append(f"{num_devices} devices: skipped, {reason}")
+    equality = report.same_bytes
+    if equality is not None:
+        parts.append(f"same bytes on all devices: {_verdict_text(equality)}")
     if report.failures:
         parts.append(f"not met: {', '.join(report.failures)}")
     return _in_one_line("; ".join(parts))
+
+
+def _verdict_text(criterion: Criterion) -> str:
+    """Return a verdict with its target and, if there is no `pass`, its reason."""
+    text = criterion.verdict.upper()
+    if criterion.target is not None and criterion.unit:
+        text += f" (required {target_text(criterion.target, criterion.unit)})"
+    if criterion.verdict != "pass" and criterion.reason:
+        text += f", {criterion.reason}"
+    return text
 
 
 def comparison_message(comparisons: Sequence[Comparison]) -> str:

@@ -30,9 +30,11 @@ from virnuc_core.validation import (
 )
 
 SCHEMA_VERSION = 5
+NEEDS_BASELINE: Final = frozenset({"speedup", "consensus"})  # criteria that hold a run against v1.0
 BASELINE: Final = "baseline"  # the folder of the baseline, and its name in comparisons
 
 Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
+ReportOutcome = Literal["passed", "failed", "not judged"]
 
 
 class Record(RunFile, extra="forbid"):
@@ -498,6 +500,14 @@ class Report(Record):
         return tuple(requested)
 
     @property
+    def same_bytes(self) -> Criterion | None:
+        """Return the check that the results are equal on all numbers of devices.
+
+        It is `None` if there was one number of devices only.
+        """
+        return next((check for check in self.checks if check.id == "same_bytes"), None)
+
+    @property
     def num_met(self) -> int:
         """Return the number of requested criteria that passed."""
         return sum(criterion.verdict == "pass" for criterion in self.requested)
@@ -532,7 +542,7 @@ class Report(Record):
         return tuple(titles)
 
     @property
-    def outcome(self) -> Literal["passed", "failed", "not judged"]:
+    def outcome(self) -> ReportOutcome:
         """Return whether the validation passed.
 
         It passed if nothing failed and every requested criterion was met. A profile without any
@@ -543,3 +553,20 @@ class Report(Record):
         if self.requested and self.num_met == len(self.requested):
             return "passed"
         return "not judged"
+
+    @property
+    def scaling_outcome(self) -> ReportOutcome:
+        """Return whether a scaling curve passed, which has no baseline.
+
+        It passed if nothing failed, the results are equal on all numbers of devices, and every
+        measured number of devices lies in its band. Targets about the baseline do not count. A run
+        on one device only is no curve, so it is not judged.
+        """
+        if self.failures:
+            return "failed"
+        verdicts = [figure.judged for figure in self.scaling if figure.judged is not None]
+        verdicts += [item for item in self.requested if item.id not in NEEDS_BASELINE]
+        judged = {criterion.verdict for criterion in verdicts if criterion.target is not None}
+        if self.same_bytes is None or self.same_bytes.verdict != "pass" or judged - {"pass"}:
+            return "not judged"
+        return "passed"

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MAX_SCORES_BYTES: Final = 64 << 30  # eight bytes for each sequence
 MAX_CANDIDATES: Final = 200
+MIN_TRIALS: Final = 2  # of the base, so that its rates tell the scatter
 MIN_FINALISTS: Final = 3  # stay to the end, whatever the first rounds say
 DIGEST_LENGTH: Final = 16  # characters of a digest in the names of files
 # A device that another run is just leaving is waited for, not held against a candidate.
@@ -190,6 +191,25 @@ def _changed_settings(
     return changes
 
 
+def require_enough_reads(n_reads: int, profile: Profile) -> None:
+    """Raise an error if a sweep has fewer reads than its profile asks for.
+
+    On few reads, start-up and tails take most of the time, so no setting can be told from another.
+
+    Args:
+        n_reads: Number of staged reads.
+        profile: The profile of the sweep.
+
+    Raises:
+        ConfigError: The reads are too few.
+    """
+    if n_reads < profile.min_reads:
+        raise ConfigError(
+            f"{n_reads:,} reads are too few to tune: profile {profile.name} asks for "
+            f"{profile.min_reads:,} or more; give more reads, or name another profile"
+        )
+
+
 # --- Rounds ---------------------------------------------------------------------------------------
 
 
@@ -247,8 +267,10 @@ class Recommendation:
 def recommend(candidates: Sequence[Candidate], *, tolerance: float) -> Recommendation:
     """Recommend the fastest settings that may be used, or the base if none is clearly faster.
 
-    Settings are clearly faster if their median rate is higher than the base's by more than half
-    of the larger spread of the two. The spread is the range of the measured rates.
+    Settings are clearly faster if their median rate is higher than the base's by more than the
+    scatter. The scatter is estimated by measuring the base in every round: it is the range of the
+    base's rates, or of the candidate's rates if that is larger. If the base was measured only once,
+    the scatter is not known, and nothing else is recommended.
 
     Args:
         candidates: The measured sets of settings, the base first.
@@ -274,18 +296,19 @@ def recommend(candidates: Sequence[Candidate], *, tolerance: float) -> Recommend
     if best is base or gain <= 0:
         reason = "the base stays: nothing else that may be used was as fast"
         return Recommendation(base, 0.0, reason)
-    scatter = max(best.spread, base.spread) / 2
     faster = f"{100 * gain:.1f} % faster"
-    if gain <= scatter:
+    if n_trials < MIN_TRIALS:
         reason = (
-            f"the base stays: {best.label} is {faster}, within the scatter of {100 * scatter:.1f} %"
+            f"the base stays: {best.label} is {faster}, but each was measured once, so the scatter "
+            f"is not known; --repeats {MIN_TRIALS} or more tells it"
         )
         return Recommendation(base, 0.0, reason)
-    if n_trials > 1:
-        certainty = f"scatter {100 * scatter:.1f} %"
-    else:
-        certainty = "measured once: the scatter is not known"
-    return Recommendation(best, gain, f"{best.label}: {faster} than the base ({certainty})")
+    scatter = max(best.spread, base.spread)
+    estimate = f"{100 * scatter:.1f} % (range of {n_trials} measurements each)"
+    if gain <= scatter:
+        reason = f"the base stays: {best.label} is {faster}, within the scatter of {estimate}"
+        return Recommendation(base, 0.0, reason)
+    return Recommendation(best, gain, f"{best.label}: {faster} than the base; scatter {estimate}")
 
 
 # --- Trials ---------------------------------------------------------------------------------------
