@@ -340,7 +340,11 @@ class ApprovalRecord(Review, RunFile):
 
 
 class ScoreDifference(RunFile):
-    """The absolute differences of a score over the ids that both sides have."""
+    """The absolute differences of the scores over the ids that both sides have.
+
+    The statistics are those of `score2`, the score for virus. The last four fields are of each
+    score, with the names of VirNucPro's plans. Files of older versions do not have them.
+    """
 
     n: int
     mean: float
@@ -349,6 +353,10 @@ class ScoreDifference(RunFile):
     max: float
     share_within_tolerance: float  # 0 to 1
     allclose: bool  # both scores, rtol = atol = 1e-3
+    max_diff_score1: float | None = None
+    max_diff_score2: float | None = None
+    score1_match: bool | None = None  # rtol = atol = 1e-3
+    score2_match: bool | None = None
 
 
 class ClassAgreement(RunFile):

@@ -1,6 +1,7 @@
 """Commands on results: `virnuc compare`, `virnuc rescore` and `virnuc export`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -57,10 +58,56 @@ def compare(
     if as_json:
         # `dumps` escapes letters beyond ASCII, so that this is valid JSON in every encoding of the
         # output.
-        print(json.dumps(comparison.model_dump(mode="json"), indent=2))
+        print(json.dumps(comparison.model_dump(mode="json") | _source_names(comparison), indent=2))
     else:
         print("\n".join(_comparison_lines(comparison)))
+    hint = _subset_hint(comparison)
+    if hint:
+        sys.stderr.write(f"{hint}\n")
     return 0 if meets(comparison, minimum) else DISAGREE
+
+
+def _source_names(comparison: "Comparison") -> dict[str, object]:
+    """Return what `compare_predictions` of VirNucPro's plans returns, with its names.
+
+    It is about the frames or, if none were compared, about the chunks. A match of the scores is
+    None if a side has no scores.
+    """
+    part = comparison.frames or comparison.consensus
+    if part is None:  # never: a comparison without any part is an error
+        return {}
+    has_same_ids = not part.only_in_a and not part.only_in_b
+    predictions_match = part.agreeing == part.in_both
+    names: dict[str, object] = {
+        "predictions_match": predictions_match,
+        "score1_match": None,
+        "score2_match": None,
+        "max_diff_score1": None,
+        "max_diff_score2": None,
+        "num_sequences": part.total,
+    }
+    if part.score is not None:
+        names |= part.score.model_dump(include=set(names))
+    is_match = has_same_ids and predictions_match
+    if part.score is not None:
+        is_match = is_match and part.score.allclose
+    reason = "" if has_same_ids else "Sequence IDs differ"
+    return {"match": is_match, "reason": reason, **names}
+
+
+def _subset_hint(comparison: "Comparison") -> str:
+    """Return advice for a side A that has a part of the ids of B; empty for any other comparison.
+
+    Files without a record do not tell that they cover a part of the reads.
+    """
+    part = comparison.frames or comparison.consensus
+    is_part = part is not None and part.in_both and part.only_in_b and not part.only_in_a
+    if comparison.subset_reads is not None or part is None or not is_part:
+        return ""
+    return (
+        f"A has {part.in_both:,} of the {part.total:,} ids of B; if it covers a part of the reads, "
+        "compare that part with --subset"
+    )
 
 
 def _comparison_lines(comparison: "Comparison") -> list[str]:

@@ -4,7 +4,7 @@ An id that only one side has is a disagreement.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,7 +51,8 @@ class Tally:
     differing_examples: list[str] = field(default_factory=list)
     unpaired_examples: list[str] = field(default_factory=list)
     score_differences: list[NDArray[np.float64]] = field(default_factory=list)  # each [rows, 2]
-    are_scores_close: bool = True
+    # For each score, `score1` and `score2`: whether it passed the strict test in all rows
+    are_close: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(SCORES, True))
 
     def __add__(self, other: "Tally") -> "Tally":
         """Return the counts over the rows of both tallies."""
@@ -65,7 +66,7 @@ class Tally:
             differing_examples=self.differing_examples + other.differing_examples,
             unpaired_examples=self.unpaired_examples + other.unpaired_examples,
             score_differences=self.score_differences + other.score_differences,
-            are_scores_close=self.are_scores_close and other.are_scores_close,
+            are_close={name: self.are_close[name] and other.are_close[name] for name in SCORES},
         )
 
 
@@ -96,7 +97,7 @@ def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
     score = None
     if tally.score_differences:
         differences = np.concatenate(tally.score_differences)
-        score = _score_difference(differences, tolerance, allclose=tally.are_scores_close)
+        score = _score_difference(differences, tolerance, tally.are_close)
     examples = [*tally.differing_examples, *tally.unpaired_examples][:MAX_EXAMPLES]
     # An id may have bytes that are not UTF-8. They are held as surrogates, which JSON cannot have.
     printable_examples = [text.encode("utf-8", "replace").decode() for text in examples]
@@ -203,9 +204,13 @@ def count_pair(joined: JoinedRows) -> Tally:
         scores_a = joined.a[SCORES].to_numpy()
         scores_b = joined.b[SCORES].to_numpy()
         tally.score_differences.append(np.abs(scores_a - scores_b))
-        tally.are_scores_close = np.allclose(
-            scores_a, scores_b, rtol=STRICT_TOLERANCE, atol=STRICT_TOLERANCE
-        )
+        for column, name in enumerate(SCORES):
+            tally.are_close[name] = np.allclose(
+                scores_a[:, column],
+                scores_b[:, column],
+                rtol=STRICT_TOLERANCE,
+                atol=STRICT_TOLERANCE,
+            )
     return tally
 
 
@@ -226,14 +231,14 @@ def _unpaired_examples(joined: JoinedRows) -> list[str]:
 
 
 def _score_difference(
-    differences: NDArray[np.float64], tolerance: float, *, allclose: bool
+    differences: NDArray[np.float64], tolerance: float, are_close: Mapping[str, bool]
 ) -> ScoreDifference | None:
-    """Return statistics of the differences of `score2`.
+    """Return statistics of the differences of `score2`, and the largest difference of each score.
 
     Args:
         differences: Absolute differences of both scores [rows, 2].
         tolerance: Differences up to this number count as within tolerance.
-        allclose: All scores passed the strict test (`numpy.allclose`).
+        are_close: For each score: it passed the strict test (`numpy.allclose`) in all rows.
 
     Returns:
         The statistics, or None if any score is NaN.
@@ -248,7 +253,11 @@ def _score_difference(
         p99=np.percentile(virus_differences, 99),
         max=virus_differences.max(),
         share_within_tolerance=(virus_differences <= tolerance).mean(),
-        allclose=allclose,
+        allclose=all(are_close.values()),
+        max_diff_score1=differences[:, 0].max(),
+        max_diff_score2=virus_differences.max(),
+        score1_match=are_close["score1"],
+        score2_match=are_close["score2"],
     )
 
 

@@ -40,12 +40,20 @@ from virnuc_core.runfiles import (
 )
 from virnuc_core.safe_files import have_same_content, regular_file_exists
 from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
-from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
+from virnuc_core.validation import (
+    BaselineSummary,
+    BitwiseEquality,
+    Comparison,
+    ComparisonFile,
+    LabelAgreement,
+    read_usable,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
+SUBSET: Final = "--subset"  # the option of `virnuc compare`
 SHOWN_CHARACTERS: Final = 12  # of a fingerprint
 
 Tables = Iterator[pd.DataFrame]
@@ -131,7 +139,8 @@ def compare(
 
     Raises:
         InputError: A file cannot be read, or the two have nothing in common.
-        RunMismatchError: They are of another classifier, model length, or other reads.
+        RunMismatchError: They are of another classifier, model length, or other reads; or side a
+            covers a part of the reads, and `subset_of_a` is false.
     """
     files_a = result_files(a)
     files_b = result_files(b)
@@ -150,6 +159,8 @@ def compare(
             b.name,
             versions,
         )
+    if not subset_of_a:
+        _require_all_reads(a.name, run_a, b.name)
 
     names_a: dict[Part, RowNames] = {}
     names_b: dict[Part, RowNames] = {}
@@ -208,15 +219,45 @@ def _require_same_job(
     Raises:
         RunMismatchError: The message names what differs.
     """
-    differences = []
+    differences = {}
     for name, (value_a, value_b) in find_mismatches(identity(record_a), identity(record_b)).items():
         if name in MUST_MATCH and name not in ignored:
             shown_a = value_a[:SHOWN_CHARACTERS]
             shown_b = value_b[:SHOWN_CHARACTERS]
-            differences.append(f"{name} ({a}: {shown_a}, {b}: {shown_b})")
-    if differences:
-        details = "; different ".join(differences)
-        raise RunMismatchError(f"{a} and {b} cannot be compared: different {details}")
+            differences[name] = f"{name} ({a}: {shown_a}, {b}: {shown_b})"
+    if not differences:
+        return
+    details = "; different ".join(differences.values())
+    message = f"{a} and {b} cannot be compared: different {details}"
+    if list(differences) == ["reads"]:  # nothing else speaks against a comparison of a part
+        message += f". If {a} covers a part of the reads of {b}, compare that part with {SUBSET}"
+    raise RunMismatchError(message)
+
+
+def _require_all_reads(a: str, run_a: RunDir, b: str) -> None:
+    """Raise an error if a result is of a baseline that was run on a part of the reads.
+
+    All other reads would count as disagreements.
+
+    Args:
+        a: The name of the result.
+        run_a: Its directory.
+        b: The name of the result that it is compared with.
+
+    Raises:
+        RunMismatchError: The message says how to compare the part.
+    """
+    summary = None
+    if regular_file_exists(run_a.summary):
+        # The summary of any other run has not the form of a baseline's, and is None here.
+        summary = read_usable(run_a.summary, BaselineSummary)
+    if summary is not None and summary.subset is not None:
+        n_reads = f"{summary.subset.reads:,}"
+        if summary.n_reads is not None:
+            n_reads += f" of {summary.n_reads:,}"
+        raise RunMismatchError(
+            f"{a} is a baseline of {n_reads} reads; compare these with {b} by {SUBSET}"
+        )
 
 
 def _has_whole_tables(path: Path) -> bool:

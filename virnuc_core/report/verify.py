@@ -51,7 +51,7 @@ from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
 from virnuc_core.system_errors import path_exists
-from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
+from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement, ValidationRecord
 
 # What another version of matplotlib may draw otherwise: the charts of a page, and its name
 DRAWN: Final = re.compile(
@@ -60,6 +60,8 @@ DRAWN: Final = re.compile(
 # of result rows; fewer are looked at before a second process has started
 MAX_PAGE_BYTES: Final = 256 << 20  # of a page of a report, with its charts
 MIN_BYTES_FOR_PROCESSES: Final = 16_000_000
+# of a comparison; files of older versions do not have them
+SCORE_FIELDS: Final = ("max_diff_score1", "max_diff_score2", "score1_match", "score2_match")
 
 Check = Callable[[Verification, RawFolder], None]
 
@@ -386,4 +388,24 @@ def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comp
         bits=not is_exact and not is_baseline,
         embeddings=is_exact,
     )
-    verification.compare(f"{COMPARISON}: {claimed.a} and {claimed.b}", claimed, computed)
+    label = f"{COMPARISON}: {claimed.a} and {claimed.b}"
+    verification.compare(label, claimed, _without_new_fields(computed, claimed))
+
+
+def _without_new_fields(computed: Comparison, claimed: Comparison) -> Comparison:
+    """Return a comparison without the fields of scores that an older version did not write.
+
+    Args:
+        computed: The comparison.
+        claimed: The comparison in the file. Its fields that are None were not written.
+    """
+    parts = {}
+    for name in ("frames", "consensus"):
+        part: LabelAgreement | None = getattr(computed, name)
+        claimed_part: LabelAgreement | None = getattr(claimed, name)
+        if part is None or part.score is None or claimed_part is None:
+            continue
+        if claimed_part.score is not None and claimed_part.score.max_diff_score1 is None:
+            score = part.score.model_copy(update=dict.fromkeys(SCORE_FIELDS))
+            parts[name] = part.model_copy(update={"score": score})
+    return computed.model_copy(update=parts)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from virnuc.flows.cli import main
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -18,6 +19,8 @@ from virnuc_core.report.agreement import RowPair, agreement, meets
 from virnuc_core.report.compare import compare
 from virnuc_core.report.result_tables import derive_consensus, load_results, take_results
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import write
+from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 Row = tuple[str, float]  # id and score of virus
@@ -408,3 +411,71 @@ def test_consensus_scores_are_read(tmp_path: Path) -> None:
         "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nx\tTrue\t0.25\t0.75\n", encoding="utf-8"
     )
     assert load_results(path)["score2"].tolist() == [0.75]
+
+
+# --- A part of the reads, and the command's output for programs -----------------------------------
+
+
+def subset_baseline(folder: Path, rows: list[Row]) -> Path:
+    """Write the results of a baseline that was run on one of three reads."""
+    run_dir(folder, rows, **RECORD)
+    summary = BaselineSummary(
+        name="v1", subset=BaselineSubset(reads=1, tokens=1, total_tokens=3), n_reads=3
+    )
+    write(folder / "summary.json", summary)
+    return folder
+
+
+def test_a_baseline_of_a_part_of_the_reads_is_compared_with_subset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = subset_baseline(tmp_path / "baseline", ROWS[:2])
+    whole = run_dir(tmp_path / "whole", ROWS, **RECORD)
+    for words in (
+        (str(baseline), str(whole)),
+        (str(baseline / "prediction_results.txt"), str(whole)),
+    ):
+        assert main(["compare", *words]) == 2
+        error = capsys.readouterr().err
+        assert "is a baseline of 1 of 3 reads; compare these with whole by --subset" in error
+        assert main(["compare", *words, "--subset"]) == 0
+        assert "In both:            2" in capsys.readouterr().out
+
+
+def test_other_reads_are_refused_with_the_option_for_a_part_of_them(tmp_path: Path) -> None:
+    other = {**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}
+    a, b = run_dir(tmp_path / "a", ROWS[:2], **other), run_dir(tmp_path / "b", ROWS, **RECORD)
+    with pytest.raises(RunMismatchError, match="compare that part with --subset"):
+        compare(a, b)
+    other_head = {**RECORD, "fingerprints": {"head": "x" * 64, "reads": "y" * 64}}
+    c = run_dir(tmp_path / "c", ROWS[:2], **other_head)
+    with pytest.raises(RunMismatchError) as refusal:
+        compare(c, b)
+    assert "--subset" not in str(refusal.value), "it would not help"
+
+
+def test_files_that_have_a_part_of_the_ids_are_compared_with_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part, whole = frames(tmp_path / "part.txt", ROWS[:2]), frames(tmp_path / "whole.txt", ROWS)
+    assert main(["compare", str(part), str(whole)]) == 5
+    assert "A has 2 of the 4 ids of B" in capsys.readouterr().err
+    assert main(["compare", str(part), str(whole), "--subset"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_json_has_the_names_of_compare_predictions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The expected values are those of `compare_predictions` in VirNucPro's plan for phase 6."""
+    head = FRAMES_HEAD
+    (tmp_path / "a.txt").write_text(head + "r_chunk_1F1\tvirus\t0.10\t0.90\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text(head + "r_chunk_1F1\tvirus\t0.15\t0.9001\n", encoding="utf-8")
+    words = ["compare", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--mode", "frame"]
+    assert main([*words, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["max_diff_score1"] == pytest.approx(0.05)
+    assert values["max_diff_score2"] == pytest.approx(0.0001)
+    names = ("match", "predictions_match", "score1_match", "score2_match", "num_sequences")
+    assert [values[name] for name in names] == [False, True, False, True, 1]
+    assert values["frames"]["score"]["max_diff_score1"] == values["max_diff_score1"]

@@ -23,7 +23,7 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import predict
-from virnuc_core.profiles import load_profile
+from virnuc_core.profiles import QUESTIONS, load_profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare as compare_runs
@@ -33,7 +33,6 @@ from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import open_frame
 from virnuc_core.validation import (
     OVERHEAD,
-    QUESTIONS,
     TUNING,
     ApprovalRecord,
     OverheadFile,

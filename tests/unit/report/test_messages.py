@@ -7,13 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from virnuc_core.profiles import Target, load_profile
+from virnuc_core.profiles import QUESTIONS, Target, load_profile
 from virnuc_core.report import messages
-from virnuc_core.report.model import RunMetrics
+from virnuc_core.report.model import Criterion, Report, RunMetrics
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
 from virnuc_core.training.splits import Examples
 from virnuc_core.validation import (
-    QUESTIONS,
     BaselineSubset,
     BaselineSummary,
     BitwiseEquality,
@@ -64,6 +63,46 @@ def test_scaling_names_speedup_efficiency_and_runs_of_each_number_of_devices() -
     figures = (scaling_figure(num_gpus=1), scaling_figure())
     scaled_report = report(scaling=figures, profile=load_profile("ci-smoke"))
     assert messages.scaling_message(scaled_report) == "2 devices: 1.96x (98.0 %), one run"
+
+
+def judged_curve(scaling: str, same_bytes: str, *others: Criterion) -> Report:
+    """Return the report on a curve over one and two devices, with these verdicts."""
+    band = criterion(id="scaling", title="Scaling", verdict=scaling, unit="x")
+    equality = criterion(id="same_bytes", title="Same bytes", verdict=same_bytes, unit="")
+    figures = (scaling_figure(num_gpus=1), scaling_figure(judged=band))
+    profile = load_profile("phase6-scaling")
+    curve = report(band, *others, scaling=figures, profile=profile)
+    return curve.model_copy(update={"checks": (equality,)})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "same_bytes", "outcome"),
+    [
+        ("pass", "pass", "passed"),
+        ("fail", "pass", "failed"),
+        ("pass", "fail", "failed"),
+        ("not run", "pass", "not judged"),
+        ("pass", "not run", "not judged"),
+    ],
+)
+def test_a_curve_is_judged_by_its_bands_and_equal_bytes(
+    scaling: str, same_bytes: str, outcome: str
+) -> None:
+    baseline_criteria = [
+        criterion(id=name, title=name, verdict="not run") for name in ("speedup", "consensus")
+    ]
+    curve = judged_curve(scaling, same_bytes, *baseline_criteria)
+    assert curve.scaling_outcome == outcome
+    message = messages.scaling_message(curve)
+    assert f"one run: {scaling.upper()} (required " in message
+    assert f"same bytes on all devices: {same_bytes.upper()}" in message
+
+
+def test_a_curve_with_another_missed_or_unjudged_target_has_not_passed() -> None:
+    missed = criterion(id="gpu_utilisation", title="GPU utilisation", verdict="fail")
+    assert judged_curve("pass", "pass", missed).scaling_outcome == "failed"
+    unjudged = criterion(id="gpu_utilisation", title="GPU utilisation", verdict="not run")
+    assert judged_curve("pass", "pass", unjudged).scaling_outcome == "not judged"
 
 
 def test_scaling_of_one_device_has_no_curve() -> None:
