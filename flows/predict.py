@@ -36,6 +36,8 @@ def predict(settings: PredictSettings) -> Outcome[RunSummary]:
 def describe_result(summary: RunSummary) -> str:
     """Return one line with the numbers of viral, uncertain and failed reads, and of viral pairs."""
     fates = summary.fates
+    if not summary.n_reads:
+        return "the input holds no reads; the tables have no lines"
     message = f"{fates.get('viral', 0):,} of {summary.n_reads:,} reads are viral"
     if "uncertain" in fates:
         message += f", {fates['uncertain']:,} are uncertain"

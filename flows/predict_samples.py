@@ -17,7 +17,7 @@ from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.running_mark import announce
 from virnuc.tasks.server_use import without_server
 from virnuc_core.engine.pool import Pool
-from virnuc_core.errors import VirnucError, is_machine_error
+from virnuc_core.errors import VirnucError, is_machine_error, join_first
 from virnuc_core.reads.samples import SampleRow, log, summarize_sample, write_samples
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
@@ -97,7 +97,11 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     n_reads = table.fates.total()
     summary = RunSummary(n_reads=n_reads, fates=dict(table.fates))
     viral = table.fates["viral"]
-    return completed(summary, f"{len(runs)} samples: {viral:,} of {n_reads:,} reads are viral")
+    message = f"{len(runs)} samples: {viral:,} of {n_reads:,} reads are viral"
+    empty_samples = [name for name, row in table.rows.items() if row.reads == 0]
+    if empty_samples:
+        message += f"; without reads: {join_first(empty_samples)}"
+    return completed(summary, message)
 
 
 def _label_of(settings: PredictSettings) -> str:

@@ -135,7 +135,9 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     if not local:
         return 0
     is_all_local = len(local) == len(settings.all_inputs)
-    n_rows = count_rows(local, settings.on_error, model_length, is_whole_input=is_all_local)
+    # For a prediction, an input without reads is a result: that of a negative control.
+    needs_reads = is_all_local and not isinstance(settings, PredictSettings)
+    n_rows = count_rows(local, settings.on_error, model_length, needs_reads=needs_reads)
     if isinstance(settings, PredictSettings) and settings.written_verdicts:
         from virnuc_core.reads.subsets import require_rereadable  # few runs need it
 
@@ -151,18 +153,18 @@ def count_rows(
     on_error: "OnError",
     model_length: int = DEFAULT_MODEL_LENGTH,
     *,
-    is_whole_input: bool = True,
+    needs_reads: bool = True,
 ) -> int:
     """Return a lower bound of the number of rows of some reads, from the beginning of every file.
 
-    Pipes and standard input are not read here, because they can be read only once. An empty file is
-    an error only if all files are empty.
+    Pipes and standard input are not read here, because they can be read only once. Empty files are
+    an error only if all files are empty and the run needs reads.
 
     Args:
         reads: Files and folders.
         on_error: What to do with damaged records.
         model_length: Length of a chunk in bases.
-        is_whole_input: `reads` are all reads of the run; false if others have to be downloaded.
+        needs_reads: `reads` are all reads of a run that can do nothing without reads.
 
     Returns:
         A lower bound of the number of rows (open reading frames).
@@ -185,7 +187,7 @@ def count_rows(
         n_rows += file_bytes * beginning.n_rows // (MAX_BYTES_PER_BASE * beginning.n_bases)
         if beginning.is_empty:
             empty.append(name)
-    if is_whole_input and empty and len(empty) == len(names):
+    if needs_reads and empty and len(empty) == len(names):
         raise InputError(
             "holds no reads",
             file=empty[0],

@@ -12,7 +12,7 @@ from virnuc.tasks.embedding import embed
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
-from virnuc_core.errors import InputError, VirnucError
+from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir, run_lock
@@ -59,7 +59,6 @@ def predict_with(
         The summaries of the run and of its staging.
 
     Raises:
-        InputError: The file holds no reads.
         VirnucError: The file has another content by now.
     """
     settings.check_output_folder()
@@ -73,9 +72,6 @@ def predict_with(
         staging = stage_reads_of(settings, label)
         if expected_sha256:
             _require_content(staging, expected_sha256)
-        if not staging.counts.n_reads:
-            file = staging.files[0]
-            raise InputError("holds no reads", file=file, hint="was it written to the end?")
         monitor = RunMonitor(alone=n_parallel == 1)
         summary = embed(run, staging, spec, label=label, pool=pool, monitor=monitor).result()
         publish_prediction(run, label, summary, staging)

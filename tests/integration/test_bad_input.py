@@ -94,10 +94,8 @@ BAD_READS: dict[str, tuple[MakeReads, str]] = {
         "a.sam: the SAM data is damaged",
     ),
     "proteins": (lambda f: write_file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
-    "empty": (lambda f: write_file(f, "empty.fq", b""), "empty.fq: holds no reads"),
-    "blank": (lambda f: write_file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),
-    "folder of empty files": (
-        lambda f: write_file(f, "in/a.fa", b"").parent,
+    "folder of empty files that are not called reads": (
+        lambda f: write_file(f, "in/a.txt", b"").parent,
         "in: the folder holds no FASTA",
     ),
     "cut gzip": (cut_short, "cut.fastq.gz: the gzip data ends early"),
@@ -417,7 +415,9 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
 ) -> None:
     good, empty = write_file(tmp_path, "good.fa"), write_file(tmp_path, "empty.fa", b"")
     preflight.count_rows((str(good), str(empty)), "stop")
-    preflight.count_rows((str(empty),), "stop", is_whole_input=False)  # others are fetched later
+    preflight.count_rows((str(empty),), "stop", needs_reads=False)
+    with pytest.raises(InputError, match="holds no reads"):
+        preflight.count_rows((str(empty),), "stop")
     broken_file = write_file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
     preflight.count_rows((str(broken_file),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):

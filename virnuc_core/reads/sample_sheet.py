@@ -102,7 +102,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
         for line in _parse_lines(text_lines, columns):
             lane = tuple(_resolve(path, cell, line) for cell in line.files)
             problem = line.problem or _find_problem(line, lane, columns)
-            problem = problem or _find_repeated_file(line, lane, line_of_file)
+            problem = problem or _find_repeated_file(path, line, lane, line_of_file)
             if problem:
                 raise InputError(
                     f"sample '{join_first([line.sample])}': {problem}", file=path, line=line.number
@@ -380,28 +380,37 @@ def _resolve(sheet: Path, name: str, line: _SheetLine) -> str:
 
 
 def _find_repeated_file(
-    line: _SheetLine, lane: Lane, line_of_file: dict[object, _SheetLine]
+    sheet: Path, line: _SheetLine, lane: Lane, line_of_file: dict[object, _SheetLine]
 ) -> str:
-    """Return a problem if a file of a line was named before, in this or another sample.
+    """Return a problem if the files of a line were named before, in this or another sample.
 
-    Two paths or links to one file are the same file.
+    Two paths or links to one file are the same file. A pair of mates belongs to one sample, also
+    with its mates exchanged. A single file in two samples is only warned of, in the log.
 
     Args:
+        sheet: The sheet, for the warning.
         line: The line.
         lane: Its files.
         line_of_file: The line of each earlier file. The files of this line are added.
     """
-    for file in lane:
-        identity = _identify(file)
-        earlier_line = line_of_file.setdefault(identity, line)
-        is_twice_in_line = len(lane) == 2 and _identify(lane[0]) == _identify(lane[1])
-        if earlier_line is line and not is_twice_in_line:
+    identities = [_identify(file) for file in lane]
+    if len(set(identities)) < len(lane):
+        return f"{lane[0]} is named twice; name it once"
+    earlier_lines = [line_of_file.get(identity) for identity in identities]
+    for file, identity, earlier_line in zip(lane, identities, earlier_lines, strict=True):
+        if earlier_line is None:
+            line_of_file[identity] = line
             continue
         if earlier_line.sample == line.sample:
             return f"{file} is named twice; name it once"
-        return (
+        problem = (
             f"{file} is also a file of sample '{join_first([earlier_line.sample])}' "
-            f"(line {earlier_line.number}); give each file to one sample"
+            f"(line {earlier_line.number})"
+        )
+        if len(lane) == 2 and earlier_lines[0] is earlier_lines[1]:
+            return f"{problem}, and so is its mate; give each pair to one sample"
+        _log.warning(
+            "%s:%d: sample '%s': %s", sheet, line.number, join_first([line.sample]), problem
         )
     return ""
 

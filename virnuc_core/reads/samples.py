@@ -27,6 +27,7 @@ from virnuc_core.runfiles import RunFile, RunSummary
 from virnuc_core.spreadsheets import escape_formula
 
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
+NO_READS_NOTE: Final = "holds no reads"
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +41,7 @@ class SampleRow(RunFile):
     viral: int | None = None
     share: float | None = None  # of all reads, those that are viral
     flags: str = ""  # remarks on the reads: `name=count`, joined by commas
-    note: str = ""  # why the sample failed
+    note: str = ""  # why the sample failed, or that it has no reads
 
 
 def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow:
@@ -64,6 +65,7 @@ def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) ->
         viral=fates["viral"],
         share=round(fates["viral"] / max(1, n_reads), 6),  # 0 if there are no reads
         flags=",".join(f"{name}={count}" for name, count in remarks.items() if count),
+        note="" if n_reads else NO_READS_NOTE,
     )
 
 

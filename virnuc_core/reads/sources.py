@@ -23,7 +23,7 @@ from isal import isal_zlib
 from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.errors import ConfigError, InputError, printable, shorten
 from virnuc_core.input_names import STDIN, is_address, is_remote
-from virnuc_core.reads.file_names import cut_endings, name_of_pair
+from virnuc_core.reads.file_names import ENDINGS, cut_endings, name_of_pair
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
 from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_with_retries
@@ -278,10 +278,20 @@ def _list_folder(folder: Path) -> Inputs:
         else:
             ignored.append(str(entry))
     if not files:
+        # Files that are called reads and are empty: those of a negative control.
+        files = [name for name in ignored if name not in left_out and _is_called_reads(name)]
+        ignored = [name for name in ignored if name not in files]
+    if not files:
         raise InputError(
             "the folder holds no FASTA or FASTQ file", file=folder, hint="name the files"
         )
     return Inputs(tuple(files), tuple(ignored), left_out=left_out)
+
+
+def _is_called_reads(name: str) -> bool:
+    """Return True if the name of a file ends as reads do (`.fastq`, `.fa.gz`)."""
+    match = ENDINGS.search(Path(name).name)
+    return match is not None and bool(match[1])
 
 
 def _refuse_repeated_files(files: Sequence[str]) -> None:

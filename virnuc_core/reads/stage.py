@@ -39,6 +39,7 @@ from virnuc_core.reads.sources import (
     can_be_read_twice,
     find_alignment_format_of_file,
     find_inputs,
+    sample_name,
 )
 from virnuc_core.reads.store import (
     STORES,
@@ -143,7 +144,7 @@ class StageSummary(RunFile):
         for file in self.by_file:
             warnings += _warnings_about(file)
         for file in self.by_file:
-            if self.counts.n_reads > 0 and file.reads == 0:
+            if file.reads == 0:
                 warnings.append(f"{file.file}: holds no reads")
         for name in self.ignored_files:
             reason = self.left_out.get(name, "neither FASTA nor FASTQ, not read")
@@ -412,7 +413,7 @@ class _LongReads:
 
 
 def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
-    """Raise an `InputError` if a pipe, or the read group that the user asked for, gave no read.
+    """Raise an `InputError` if a pipe gave no read, or nothing knows the read group of the user.
 
     An empty file is not an error.
     """
@@ -420,14 +421,30 @@ def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
         return
     files = ", ".join(inputs.files)
     if spec.read_group:
+        if any(_names_read_group(name, spec.read_group) for name in inputs.files):
+            return  # the header names the group, and no read is of it: a negative control
         raise InputError(
             f"{files}: no read belongs to read group {spec.read_group}",
             hint="samtools view -H shows the read groups of a file",
         )
-    if not all(can_be_read_twice(name) for name in inputs.files):
+    # An empty file that was compressed has some bytes also in a pipe. A pipe without any byte comes
+    # from a command that has failed.
+    has_bytes = any(content.size > 0 for content in log.contents.values())
+    if not has_bytes and not all(can_be_read_twice(name) for name in inputs.files):
         raise InputError(
             f"no read came in from {files}", hint="did the command that writes to it fail?"
         )
+
+
+def _names_read_group(file: str, sample: str) -> bool:
+    """Return True if the header of a file of alignments has a read group of a sample."""
+    from virnuc_core.reads.alignments import find_samples  # few files need it
+
+    if not can_be_read_twice(file):
+        return False
+    format_ = find_alignment_format_of_file(file)
+    changed_ns = Path(file).stat().st_mtime_ns
+    return sample in find_samples(file, format_, sample_name((file,)), changed_ns)
 
 
 def _require_good_records(log: ParseLog) -> None:

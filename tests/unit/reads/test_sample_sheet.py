@@ -104,31 +104,52 @@ def test_a_sheet_that_is_not_clear_is_refused_with_what_was_found(
         read_sheet(sheet(tmp_path, content))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            "A,x_1.fq,x_2.fq\nB,x_1.fq,x_2.fq",
-            r"csv:3: sample 'B': .*also a file of sample 'A' \(line 2\)",
-        ),
-        ("A,x_1.fq,x_2.fq\nB,x_2.fq,x_1.fq", "also a file of sample 'A'"),
-        ("A,x_1.fq,x_2.fq\nB,y_1.fq,x_2.fq", "also a file of sample 'A'"),
-        ("A,x_1.fq,x_2.fq\nA,x_2.fq,x_1.fq", "named twice"),
-        ("A,x_1.fq,x_2.fq\nA,./x_1.fq,sub/../x_2.fq", "named twice"),
-        ("A,x_1.fq,\nB,soft.fq,", "also a file of sample 'A'"),
-        ("A,x_1.fq,\nB,hard.fq,", "also a file of sample 'A'"),
-        ("A,x_1.fq,soft.fq", "named twice"),
-        ("A,https://h/r.fq,\nB,https://h/r.fq,", "also a file of sample 'A'"),
-    ],
-)
-def test_a_file_belongs_to_one_sample(tmp_path: Path, rows: str, message: str) -> None:
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A folder with three files of reads, a link to the first, and a second name of it."""
     (tmp_path / "sub").mkdir()
     for name in ("x_1.fq", "x_2.fq", "y_1.fq"):
         (tmp_path / name).write_text("@r\nA\n+\nI\n")
     (tmp_path / "soft.fq").symlink_to("x_1.fq")
     os.link(tmp_path / "x_1.fq", tmp_path / "hard.fq")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            "A,x_1.fq,x_2.fq\nB,x_1.fq,x_2.fq",
+            r"csv:3: sample 'B': .*also a file of sample 'A' \(line 2\), and so is its mate",
+        ),
+        ("A,x_1.fq,x_2.fq\nB,x_2.fq,x_1.fq", "give each pair to one sample"),
+        ("A,x_1.fq,x_2.fq\nB,hard.fq,./x_2.fq", "give each pair to one sample"),
+        ("A,x_1.fq,x_2.fq\nA,x_2.fq,x_1.fq", "named twice"),
+        ("A,x_1.fq,x_2.fq\nA,./x_1.fq,sub/../x_2.fq", "named twice"),
+        ("A,x_1.fq,\nA,soft.fq,", "named twice"),
+        ("A,x_1.fq,soft.fq", "named twice"),
+    ],
+)
+def test_a_pair_belongs_to_one_sample(linked: Path, rows: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_sheet(sheet(tmp_path, HEADER + rows))
+        read_sheet(sheet(linked, HEADER + rows))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "A,x_1.fq,\nB,soft.fq,",
+        "A,x_1.fq,\nB,hard.fq,",
+        "A,x_1.fq,x_2.fq\nB,y_1.fq,x_2.fq",
+        "A,https://h/r.fq,\nB,https://h/r.fq,",
+    ],
+)
+def test_a_file_of_two_samples_is_warned_of(
+    linked: Path, rows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(read_sheet(sheet(linked, HEADER + rows))) == ["A", "B"]
+    assert "sheet.csv:3: sample 'B': " in caplog.text
+    assert "is also a file of sample 'A' (line 2)" in caplog.text
 
 
 def test_doubtful_lines_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
