@@ -133,9 +133,30 @@ def _folder_handle(folder: Path, root: Path | None = None, *, make: bool = False
             lower_handle = _open_lower_folder(path, handle)
             os.close(handle)
             handle = lower_handle
-        yield handle
+        try:
+            yield handle
+        except OSError as error:
+            error.filename = _name_whole_path(error.filename, handle, folder)
+            error.filename2 = _name_whole_path(error.filename2, handle, folder)
+            raise
     finally:
         os.close(handle)
+
+
+def _name_whole_path(filename: object, handle: int, folder: Path) -> object:
+    """Return the path by which a user knows a file that was named through the handle of its folder.
+
+    Args:
+        filename: The path in an error of the system: relative to the handle, a path of
+            `_path_in`, any other path, or None.
+        handle: The handle.
+        folder: The folder.
+    """
+    if not isinstance(filename, str):
+        return filename
+    prefix = f"{_path_in(handle, '')}/"
+    # A path that is absolute replaces the folder, so it stays as it is.
+    return str(folder / filename.removeprefix(prefix))
 
 
 def _open_lower_folder(path: Path, handle: int) -> int:
@@ -559,8 +580,13 @@ def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
         _folder_handle(path.parent, root) as folder,
         _folder_handle(new_path.parent, root) as new_folder,
     ):
-        # These paths lead to the folders that were checked, whatever has their names by now.
-        os.replace(_path_in(folder, path.name), _path_in(new_folder, new_path.name))
+        try:
+            # These paths lead to the folders that were checked, whatever has their names by now.
+            os.replace(_path_in(folder, path.name), _path_in(new_folder, new_path.name))
+        except IsADirectoryError as error:
+            error.filename = str(new_path)  # it is the new name that a folder has
+            error.filename2 = None
+            raise
 
 
 def rename_open_file(file: BinaryIO, path: Path, new_path: Path, root: Path | None = None) -> None:

@@ -20,6 +20,8 @@ from virnuc_core.safe_files import (
     make_folder,
     open_file,
     open_hdf5,
+    open_new_file,
+    open_to_update,
     open_to_write,
     output_directory,
     read_file,
@@ -109,6 +111,25 @@ def test_absence_stays_absence(run: Path) -> None:
         read_file(run / "absent" / "plan.json", run)
     with pytest.raises(NotADirectoryError):
         read_file(run / "run.json" / "plan.json", run)
+
+
+@pytest.mark.parametrize("change", [rename_file, remove_file, open_new_file, open_to_update])
+def test_an_error_names_the_file_as_the_user_knows_it(
+    run: Path, change: Callable[..., object]
+) -> None:
+    """Files are reached through handles of their folders, whose names tell a user nothing."""
+    (run / "new").write_text("there")
+    (run / "reads.tsv" / "folder").mkdir(parents=True)
+    arguments = {
+        rename_file: (run / "new", run / "reads.tsv"),
+        remove_file: (run / "absent",),
+        open_new_file: (run / "reads.tsv",),
+        open_to_update: (run / "absent",),
+    }[change]
+    with pytest.raises(OSError, match=re.escape(str(run))) as caught:
+        change(*arguments)
+    assert caught.value.filename == str(arguments[-1])
+    assert "/proc/" not in str(caught.value)
 
 
 def test_a_large_file_is_refused(run: Path) -> None:
