@@ -11,11 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.failing_files import LOCK, OPEN, failing_calls
 from virnuc_core import first_use as module
+from virnuc_core.encoders import convert, model_files
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.quantise import quantise
+from virnuc_core.errors import WeightsError
 from virnuc_core.first_use import LOCK_FILE, FirstUseLock, first_use
+from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 N_PROCESSES = 8
 # Each process makes the file `made` on its first use, slowly, and notes in `makers` that it did so.
@@ -187,3 +192,44 @@ def test_of_commands_that_write_one_models_directory_at_once_one_succeeds(tmp_pa
         assert all("already holds" in line for line in errors)
     written = {path.name for path in (tmp_path / "models").iterdir()}
     assert written == {"dnabert_s", "esm2", "head", LOCK_FILE}
+
+
+def test_of_two_calibrations_of_one_models_directory_the_second_waits_for_the_first(
+    tmp_path: Path,
+) -> None:
+    """Both would load the weights on one GPU, and each would replace what the other measures."""
+    models, reads = tmp_path / "models", tmp_path / "reads.fasta"
+    init_random(models)
+    simulate(SimulateSpec(reads=400, seed=3), reads)
+    command = [sys.executable, "-m", "virnuc.flows.cli", "models", "quantize", models, reads]
+    with first_use(models, "the int8 calibration"):
+        process = subprocess.Popen(
+            [*command, "--device", "cpu"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        assert "makes the int8 calibration" in process.stderr.readline()
+        assert not list(models.rglob("int8*")), "it has written while another process did"
+    _, messages = process.communicate(timeout=120)
+
+    assert process.returncode == 0, messages
+    assert (models / "esm2" / "int8.safetensors").is_file()
+
+
+def test_no_calibration_is_begun_where_there_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError):
+        quantise(tmp_path / "models", "reads.fasta", torch.device("cpu"))
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_model_that_another_process_has_made_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder appears between the first look and the rename."""
+    for module_that_looks in (convert, model_files):
+        monkeypatch.setattr(module_that_looks, "path_exists", lambda _: False)
+    (tmp_path / "models" / "esm2").mkdir(parents=True)
+    (tmp_path / "models" / "esm2" / "config.json").write_text("of another process")
+    with pytest.raises(WeightsError, match="exists already"):
+        init_random(tmp_path / "models")
+    assert (tmp_path / "models" / "esm2" / "config.json").read_text() == "of another process"
+    assert not list((tmp_path / "models").glob(".partial*"))

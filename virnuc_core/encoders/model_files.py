@@ -1,5 +1,6 @@
 """Files of a models directory written: weights as safetensors, and the folder of one part."""
 
+import errno
 import json
 import math
 import tempfile
@@ -88,7 +89,7 @@ def write_part(
     """
     target = out / shape.model
     if path_exists(target):
-        raise WeightsError(f"{target}: exists already; remove it or choose another directory")
+        raise _existing_part_error(target)
     if dtype is None:
         first_name = next(iter(shape.tensors()))
         stored_dtype = read_tensor(first_name).dtype
@@ -101,4 +102,15 @@ def write_part(
         write_shape(shape.model_copy(update={"origin": origin}), temp_folder / CONFIG)
         if tokenizer is not None:
             (temp_folder / TOKENIZER).write_bytes(tokenizer)
-        temp_folder.rename(target)
+        try:
+            temp_folder.rename(target)
+        except OSError as error:
+            # Another process has made the folder meanwhile, for instance by installing a head.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            raise _existing_part_error(target) from error
+
+
+def _existing_part_error(folder: Path) -> WeightsError:
+    """Return the error for a model that is to be written where there is one already."""
+    return WeightsError(f"{folder}: exists already; remove it or choose another directory")

@@ -23,6 +23,7 @@ from virnuc_core.encoders.model_config import PRODUCTS
 from virnuc_core.encoders.models import NETWORKS, embed_sequences
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.errors import InputError, WeightsError
+from virnuc_core.first_use import first_use
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import sample
@@ -35,6 +36,7 @@ MAX_CALIBRATION_ROWS: Final = 4_096
 MIN_CALIBRATION_ROWS: Final = 256
 ROWS_PER_BATCH: Final = 64
 ROW_SEED: Final = 0  # of the random choice of proteins
+CALIBRATION_DESCRIPTION: Final = "the int8 calibration"  # for a process that waits for it
 
 
 @dataclass
@@ -110,6 +112,8 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
     A sample of the reads is embedded without int8, and the inputs of all linear layers are
     measured. The result is written beside the encoder's weights and replaces an older one.
 
+    Another process that calibrates the same models at the same time waits until this one is done.
+
     Args:
         models: Models directory.
         reads: FASTA or FASTQ files that resemble the reads of later runs.
@@ -119,8 +123,21 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
         InputError: The reads cannot be used, or have too few open reading frames.
         WeightsError: The models cannot be used.
     """
-    # Choose the proteins: the same ones for the same reads.
-    proteins = _sample_proteins(reads, check_models(models).model_length)
+    model_length = check_models(models).model_length  # also refuses what is no models directory
+    with first_use(models, CALIBRATION_DESCRIPTION):
+        proteins = _choose_proteins(reads, model_length)
+        tensors = _measure_inputs(models, proteins, device)
+        path = _write_calibration(models, tensors, len(proteins))
+    return QuantiseResult(path, len(proteins))
+
+
+def _choose_proteins(reads: str, model_length: int) -> list[bytes]:
+    """Return the proteins on which a calibration is based: the same ones for the same reads.
+
+    Raises:
+        InputError: The reads have too few open reading frames.
+    """
+    proteins = _sample_proteins(reads, model_length)
     if len(proteins) < MIN_CALIBRATION_ROWS:
         raise InputError(
             f"only {len(proteins)} distinct frames without a stop; {MIN_CALIBRATION_ROWS} are "
@@ -130,35 +147,62 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
         )
     random_order = np.random.default_rng(ROW_SEED).permutation(len(proteins))
     chosen_proteins = [proteins[i] for i in random_order[:MAX_CALIBRATION_ROWS]]
-    chosen_proteins.sort(key=len)  # rows of a batch have similar lengths then
+    return sorted(chosen_proteins, key=len)  # rows of a batch have similar lengths then
 
-    # Embed them. Only the statistics of the recorder are needed, not the embeddings. The backend
-    # `reference` is needed, because the kernels compute some linear layers without `apply_linear`.
+
+def _measure_inputs(models: Path, proteins: list[bytes], device: torch.device) -> dict[str, Tensor]:
+    """Embed proteins without int8, and return statistics of the inputs of all linear layers.
+
+    Args:
+        models: Models directory.
+        proteins: The proteins, in the order in which they are embedded.
+        device: Where the encoder runs.
+
+    Returns:
+        What `CalibrationRecorder.tensors` returns.
+
+    Raises:
+        WeightsError: The encoder cannot be used, or gives NaN or infinity.
+    """
+    # Only the statistics of the recorder are needed, not the embeddings. The backend `reference` is
+    # needed, because the kernels compute some linear layers without `apply_linear`.
     network = NETWORKS[PROTEIN_ENCODER.name]
     encoder = load_encoder(network, models, device, "auto", "reference")
     recorder = CalibrationRecorder(encoder)
     encoder.apply_linear = recorder
     tokenizer = encoder.INFO.open_tokenizer(models)
-    for first in range(0, len(chosen_proteins), ROWS_PER_BATCH):
-        batch_proteins = chosen_proteins[first : first + ROWS_PER_BATCH]
+    for first in range(0, len(proteins), ROWS_PER_BATCH):
+        batch_proteins = proteins[first : first + ROWS_PER_BATCH]
         embed_sequences(encoder, tokenizer, batch_proteins, device)
 
-    folder = models / encoder.INFO.name
     tensors = recorder.tensors()
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise WeightsError(
-            f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify"
+            f"{models / PROTEIN_ENCODER.name}: gives NaN or infinity for rows of these reads; see "
+            "virnuc models verify"
         )
+    return tensors
+
+
+def _write_calibration(models: Path, tensors: dict[str, Tensor], n_proteins: int) -> Path:
+    """Write a calibration beside the weights of the protein encoder, and return its path.
+
+    Args:
+        models: Models directory.
+        tensors: Statistics of the inputs of the linear layers, by their name in the file.
+        n_proteins: How many proteins were embedded for it.
+    """
+    folder = models / PROTEIN_ENCODER.name
     path = folder / CALIBRATION
     statistics = {name: tensor.numpy() for name, tensor in tensors.items()}
     metadata = {
         "weights": part_digest(folder),
-        "rows": str(len(chosen_proteins)),
+        "rows": str(n_proteins),
         STATISTICS_DIGEST: statistics_digest(statistics),
     }
     with atomic_file(path) as temp_path:
         temp_path.write_bytes(canonical_bytes(save(tensors, metadata)))
-    return QuantiseResult(path, len(chosen_proteins))
+    return path
 
 
 def _sample_proteins(reads: str, model_length: int) -> list[bytes]:
