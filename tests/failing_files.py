@@ -30,6 +30,7 @@ def _library() -> Path:
     """Compile the library once for this process, into a folder that goes with the process."""
     folder = Path(mkdtemp(prefix="virnuc-test-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)  # processes of other users load it, too
     library = folder / "failing_files.so"
     command = ["cc", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
     subprocess.run(command, check=True)

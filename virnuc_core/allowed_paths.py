@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from virnuc_core.errors import ConfigError
 from virnuc_core.input_names import STDIN, is_remote
-from virnuc_core.system_errors import ErrorKind, classify, unreadable_error
+from virnuc_core.system_errors import ErrorKind, classify, real_path, unreadable_error
 
 ROOTS: Final = "VIRNUC_ROOTS"
 # Options whose texts are inputs of reads. `-` is standard input, and addresses are not paths.
@@ -43,6 +43,7 @@ _own_folders: list[Path] = []
 
 def allowed_folders() -> tuple[Path, ...]:
     """Return the folders of `VIRNUC_ROOTS`, with links followed; empty if every path is allowed."""
+    # A folder that cannot be looked at stays as it is named. If links lead to it, less is allowed.
     names = os.environ.get(ROOTS, "").split(os.pathsep)
     return tuple(Path(name).resolve() for name in names if name)
 
@@ -58,6 +59,7 @@ def require_allowed(path: Path, name: str) -> None:
 
     Raises:
         ConfigError: The path is not allowed.
+        UnreadableError: It is not known where the path leads.
     """
     folders = allowed_folders()
     if not folders:
@@ -65,11 +67,11 @@ def require_allowed(path: Path, name: str) -> None:
     try:
         # Unlike `Path.resolve`, this raises no error for links that lead to each other. Opening
         # such a link fails later.
-        real_path = Path(os.path.realpath(path))
+        resolved_path = real_path(path)
     except ValueError as error:
         raise ConfigError(f"{name}: {path} is not a path ({error})") from error
     # `_own_folders` are temporary folders of this process, whose files no user has named.
-    if not any(real_path.is_relative_to(folder) for folder in (*folders, *_own_folders)):
+    if not any(resolved_path.is_relative_to(folder) for folder in (*folders, *_own_folders)):
         raise ConfigError(
             f"{name}: {path} lies in none of the folders that {ROOTS} names; "
             "choose a path that does"
@@ -149,10 +151,10 @@ def _links_within(folder: Path, *, is_recursive: bool) -> Iterator[Path]:
     while pending:
         current = pending.pop()
         try:
-            real_path = os.path.realpath(current)
-            if real_path in searched:
+            resolved_path = str(real_path(Path(current)))
+            if resolved_path in searched:
                 continue
-            searched.add(real_path)
+            searched.add(resolved_path)
             with os.scandir(current) as iterator:
                 entries = list(iterator)
         except ValueError:  # a name that no file can have

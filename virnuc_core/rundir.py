@@ -53,8 +53,11 @@ from virnuc_core.safe_files import (
     rename_open_file,
 )
 from virnuc_core.system_errors import (
+    UNUSABLE_PATH_ERRORS,
     describe_system_error,
     is_folder,
+    is_link,
+    is_real_folder,
     is_regular_file,
     list_folder,
     path_exists,
@@ -448,7 +451,7 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
         """
         if folder not in names_of_folder:
             names_of_folder[folder] = []
-            if folder == root or not folder.is_symlink():
+            if folder == root or not is_link(folder):
                 names_of_folder[folder] = [path.name for path in list_folder(folder)]
         return names_of_folder[folder]
 
@@ -496,7 +499,7 @@ def require_no_links(root: Path) -> None:
         UnsafeFileError: Names the link.
     """
     for folder in _matching_paths(root, sorted(_folders_of((*GUARDED_FILES, INBOX_MARK)))):
-        if folder.is_symlink():
+        if is_link(folder):
             check_folder(folder, root)  # raises the error
 
 
@@ -621,15 +624,17 @@ def _refuse_reads_in_output(out: Path, reads: Iterable[str]) -> None:
     Files are compared by device and inode, so links are recognised.
     """
     paths = _matching_paths(out.resolve(), ALL_FILES)
-    outputs = [path.stat() for path in paths if path.is_file()]
+    outputs = [read_with_retries(path, path.stat) for path in paths if is_regular_file(path)]
     for name in reads:
-        # A name that is an address, or no file, is checked later.
-        with suppress(OSError, ValueError):
-            file = Path(name).stat()
-            if any(os.path.samestat(file, output) for output in outputs):
-                raise ConfigError(
-                    f"{name} is read, and would be overwritten; choose another directory than {out}"
-                )
+        path = Path(name)
+        try:
+            file = read_with_retries(path, path.stat, expected_errors=UNUSABLE_PATH_ERRORS)
+        except (OSError, ValueError):
+            continue  # an address, no file, or a file that cannot be opened; reported later
+        if any(os.path.samestat(file, output) for output in outputs):
+            raise ConfigError(
+                f"{name} is read, and would be overwritten; choose another directory than {out}"
+            )
 
 
 @contextmanager
@@ -748,7 +753,7 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
                 f"{root}: {owner} is working here; wait for it or choose another directory"
             )
         is_new = not path_exists(marker)
-        if not is_new and (marker.is_symlink() or not is_regular_file(marker)):
+        if not is_new and (is_link(marker) or not is_regular_file(marker)):
             raise ConfigError(f"{marker} is not a file of virnuc's; choose another directory")
         # A marker that is new is empty, and a killed process may have left a damaged one.
         if _read_json_object(marker).get("product") != "virnuc":
@@ -773,10 +778,14 @@ def discard(root: Path, *patterns: str) -> None:
     Args:
         root: The directory. This process must hold its lease.
         patterns: Names relative to the directory, as in `Path.glob`.
+
+    Raises:
+        UnreadableError: The system cannot list a folder or look at a file.
+        OSError: A file or folder cannot be removed.
     """
     require_lease(root)
     for path in list(_matching_paths(root, patterns)):
-        if path.is_symlink() or not path.is_dir():
+        if not is_real_folder(path):
             remove_file(path, root, missing_ok=True)
 
     folders = {*_matching_paths(root, _folders_of(patterns)), root}
@@ -785,17 +794,21 @@ def discard(root: Path, *patterns: str) -> None:
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
         if folder == root:
             # The root may keep other files: the user's, and those of ours that no pattern matches.
-            # They need no warning.
-            with suppress(OSError):  # not empty
+            # They need no warning. A folder above it may be one that this user may not change.
+            with suppress(OSError):
                 root.rmdir()
             continue
-        if folder.is_symlink() or not folder.is_dir():
+        if not is_real_folder(folder):
             continue
-        with suppress(OSError):  # not empty
+        try:
             remove_empty_folder(folder, root)
-        if folder.exists():
+        except OSError as error:
+            # Only a folder that is not empty stays. After any other error, files of ours may stay
+            # behind, so it is raised.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
             # A sub-folder in `folders` was examined before, and its own files are in the list.
-            foreign += [path for path in folder.iterdir() if path not in folders]
+            foreign += [path for path in list_folder(folder) if path not in folders]
     if foreign:
         names = sorted(str(path.relative_to(root)) for path in foreign)
         log.warning("%s: not made by virnuc and left as it is: %s", root, join_first(names))

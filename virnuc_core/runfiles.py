@@ -36,6 +36,7 @@ from virnuc_core.errors import (
     ConfigError,
     DamagedFileError,
     RunMismatchError,
+    UnreadableError,
     UnsafeFileError,
 )
 from virnuc_core.machine_name import machine_name
@@ -407,20 +408,28 @@ def git_commit() -> str | None:
     """Return the commit of the checkout that virnuc runs from.
 
     Returns:
-        All 40 digits of the commit, and a `+` if files differ from it. None if virnuc is installed
-        without a checkout, or if git cannot be run or fails.
+        All 40 digits of the commit, and a `+` if files differ from it. None if it is not known:
+        because virnuc is installed without a checkout, or because git cannot be run or fails. A
+        warning says so in the second case.
     """
     checkout = Path(virnuc_core.__file__).resolve().parents[1]
     # `git describe` is the only command that also says whether files differ. It would print the
     # name of a tag; with all tags excluded it falls back to the commit.
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40"]
     command += ["--exclude=*", "--dirty=+"]
-    with suppress(OSError, subprocess.SubprocessError):
-        if (checkout / ".git").exists():
-            result = subprocess.run(
-                command, capture_output=True, encoding="utf-8", timeout=10, check=True
-            )
-            return result.stdout.strip()
+    try:
+        if not path_exists(checkout / ".git"):
+            return None
+        result = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=10, check=True
+        )
+        return result.stdout.strip()
+    except subprocess.CalledProcessError as error:
+        messages = error.stderr.strip().splitlines()
+        reason = messages[0] if messages else str(error)
+    except (OSError, subprocess.SubprocessError, UnreadableError) as error:
+        reason = str(error)
+    log.warning("%s: its commit is not known and not recorded (%s)", checkout, reason)
     return None
 
 

@@ -8,6 +8,7 @@ permission or a time-out say nothing about the file: its content is not known. C
 
 import errno
 import fnmatch
+import functools
 import logging
 import os
 import re
@@ -163,6 +164,9 @@ RETRY_PAUSES_S: Final = (0.1, 0.4, 1.0, 2.5)
 
 # Errors of a user who may not read a file. They rarely pass without a change of permissions.
 PERMISSION_ERRORS: Final = frozenset({errno.EACCES, errno.EPERM})
+
+# Errors of a path with which this user cannot open any file.
+UNUSABLE_PATH_ERRORS: Final = PERMISSION_ERRORS | REFUSED_ERRORS
 
 # HDF5, and libraries that are written in Rust, give the number of the system's error in the text of
 # their own errors.
@@ -453,6 +457,61 @@ def is_folder(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISDIR(mode)
+
+
+def is_link(path: Path) -> bool:
+    """Return whether a path is itself a symbolic link.
+
+    Args:
+        path: The path. False is returned if there is nothing.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    return stat.S_ISLNK(_own_mode(path))
+
+
+def is_real_folder(path: Path) -> bool:
+    """Return whether a path is itself a folder. A link to a folder is not.
+
+    Args:
+        path: The path. False is returned if there is nothing.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    return stat.S_ISDIR(_own_mode(path))
+
+
+def _own_mode(path: Path) -> int:
+    """Return type and permissions (`st_mode`) of what a path names itself; 0 if there is nothing.
+
+    Raises:
+        UnreadableError: It is not known.
+    """
+    try:
+        return read_with_retries(path, path.lstat).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def real_path(path: Path) -> Path:
+    """Return the absolute path of a file after all links are followed. It need not exist.
+
+    `os.path.realpath` takes a part of the path that it cannot look at for no link.
+
+    Args:
+        path: The path. Links that lead to each other, which cannot be opened, stay as they are.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+        ValueError: No file can have this name.
+    """
+    try:
+        resolve = functools.partial(os.path.realpath, path, strict=True)
+        return Path(read_with_retries(path, resolve, expected_errors=REFUSED_ERRORS))
+    except OSError:  # it does not exist as a whole, or it cannot be opened
+        return Path(os.path.realpath(path))
 
 
 def list_folder(folder: Path, pattern: str = "*") -> list[Path]:

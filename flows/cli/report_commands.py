@@ -101,13 +101,14 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     """
     from virnuc_core.report.regression import read_history, regression, trend
     from virnuc_core.report.text import cell
+    from virnuc_core.system_errors import is_regular_file
 
     entries = list(read_history(file))
     if profile is not None:
         entries = [entry for entry in entries if entry.profile == profile]
     entries.sort(key=lambda entry: entry.created)
     if not entries:
-        problem = "no run of that kind is in it" if file.is_file() else "no such file"
+        problem = "no run of that kind is in it" if is_regular_file(file) else "no such file"
         raise InputError(problem, file=file, hint="a validation writes it beside its directory")
     rows = trend(entries)
     header = list(rows[0])

@@ -81,8 +81,7 @@ def play_failing_disk(play: Play) -> None:
     trap = _draw_trap(play, counts)
     play.round.traps.append(trap.description)
 
-    log = play.folder / "failed-calls"
-    switch = play.folder / "failing"
+    log, switch = trap.folder / "failed-calls", trap.folder / "failing"
     switch.touch()
     run = play.start(failing=trap)
     while run.alive and not log.exists():
@@ -108,7 +107,7 @@ def play_failing_disk(play: Play) -> None:
 class Failing:
     """Which calls of a run fail, for its processes."""
 
-    folder: Path  # of the round
+    folder: Path  # for the files through which the calls are counted and ended
     place: str  # text in the paths of the files
     numbers: tuple[int, ...]  # of the errors
     calls: str  # letters of `failing_files`
@@ -140,6 +139,14 @@ class Failing:
         return variables
 
 
+def _open_folder(play: Play) -> Path:
+    """Make a folder of the round in which the processes of every user may write."""
+    folder = play.folder / "calls"
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o777)
+    return folder
+
+
 def _place(play: Play) -> str:
     """Return the text in the paths of the files for which calls fail."""
     template = PLACES[play.plan.whom]
@@ -161,9 +168,9 @@ def _count_calls(play: Play, *, is_unfinished: bool) -> Counter[str]:
     if name not in play.scene.counted_calls:
         if is_unfinished:
             _leave_unfinished(play)
-        trap = Failing(play.folder, _place(play), ERRORS, ALL_CALLS, first=0)
+        trap = Failing(_open_folder(play), _place(play), ERRORS, ALL_CALLS, first=0)
         play.ends(play.start(failing=trap), (0,), "counted")
-        count_file = play.folder / "counted-calls"
+        count_file = trap.folder / "counted-calls"
         letters = count_file.read_text() if count_file.exists() else ""
         play.scene.counted_calls[name] = Counter(letters)
         count_file.unlink(missing_ok=True)
@@ -183,7 +190,7 @@ def _draw_trap(play: Play, counts: Counter[str]) -> Failing:
     # Python repeats a call that was interrupted, so it must succeed at some time.
     chances = CHANCES[2:] if errno.EINTR in numbers and "call" not in lasts else CHANCES
     return Failing(
-        play.folder,
+        _open_folder(play),
         _place(play),
         tuple(numbers),
         calls,

@@ -438,3 +438,19 @@ def test_a_device_that_cannot_be_locked_is_not_called_taken(
     ) as raised:
         lock_device("GPU-c", 0.1)
     assert "in use" not in str(raised.value)
+
+
+def test_a_folder_that_the_disk_does_not_remove_is_not_taken_for_one_with_foreign_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path, _root: Path) -> None:
+        """Fail as a disk does that is broken."""
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr("virnuc_core.rundir.remove_empty_folder", fail)
+    with run_lock(tmp_path):
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "report.json").write_text("{}")
+        with pytest.raises(OSError, match="Input/output error"):
+            discard(tmp_path, "report/*")
+    assert caplog.records == []

@@ -17,6 +17,7 @@ from virnuc_core.runfiles import (
     RunRecord,
     RunSummary,
     find_mismatches,
+    git_commit,
     new_record,
     read,
     read_record,
@@ -145,3 +146,23 @@ def test_the_mail_address_is_in_no_record(
     resumed = resume_or_refuse(RunDir(tmp_path), new)
     assert len(resumed.attempts) == 2
     assert "lab@example.org" not in write(path, resumed).read_text()
+
+
+def test_a_checkout_whose_commit_git_does_not_tell_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Git refuses, for instance, a checkout of another user. The record then has no commit."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr("virnuc_core.__file__", str(tmp_path / "virnuc_core" / "__init__.py"))
+    assert git_commit.__wrapped__() is None
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path) in message
+    assert "not a git repository" in message
+
+
+def test_without_a_checkout_there_is_no_commit_and_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("virnuc_core.__file__", str(tmp_path / "virnuc_core" / "__init__.py"))
+    assert git_commit.__wrapped__() is None
+    assert caplog.records == []

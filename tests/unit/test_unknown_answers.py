@@ -17,7 +17,11 @@ from virnuc_core.system_errors import list_folder, storage_error, target_exists
 PROGRAM = "from tests.unit.unknown_answers import ask_in_child; ask_in_child()"
 # Questions for which a missing permission is an answer: the reads of a user who may not read them
 # are refused as reads, and a library that is given such a path cannot open it either.
-MAY_BE_REFUSED = {"reads": "InputError: ", "reference": "returned False"}
+MAY_BE_REFUSED = {
+    "reads": "InputError: ",
+    "reference": "returned False",
+    "reads in the output": "returned None",
+}
 
 
 def ask(kind: str, folder: Path, number: int, calls: str) -> dict[str, str]:

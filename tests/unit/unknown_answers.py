@@ -4,19 +4,24 @@ refuses to answer."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+from virnuc.flows.cli.report_commands import history
 from virnuc.flows.output_folder import nearest_existing
 from virnuc.flows.settings.measured import keep_newest
 from virnuc_core import system_errors
-from virnuc_core.allowed_paths import _links_within
-from virnuc_core.encoders.checkpoint import open_folder, part_folder
+from virnuc_core.allowed_paths import ROOTS, _links_within, require_allowed
+from virnuc_core.encoders.checkpoint import open_folder, part_folder, shape_of
 from virnuc_core.encoders.convert import init_random, open_public
 from virnuc_core.encoders.kept_heads import kept_heads, use_head
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.node import Node
+from virnuc_core.engine.remote_node import _files_of_models
 from virnuc_core.inbox import Ledger
 from virnuc_core.reads.alignments import _may_be_opened
 from virnuc_core.reads.samples import _resolve
@@ -24,9 +29,17 @@ from virnuc_core.reads.sources import find_inputs
 from virnuc_core.report.build import approval_state
 from virnuc_core.report.raw_files import RawFolder, run_names
 from virnuc_core.report.result_tables import result_files
-from virnuc_core.rundir import RunDir, require_absent, require_own_directory
+from virnuc_core.report.verify_store import _why_not_staged_again
+from virnuc_core.rundir import (
+    RunDir,
+    _refuse_reads_in_output,
+    discard,
+    require_absent,
+    require_own_directory,
+)
 from virnuc_core.telemetry.log import latest, open_frame
 from virnuc_core.tools.rescore import _require_own_directory
+from virnuc_core.validation import ValidationRecord
 
 SHORT_PAUSES_S = (0.01, 0.01)  # between attempts to ask
 
@@ -49,6 +62,12 @@ def raw_problems(folder: Path) -> str:
     return "; ".join(raw.problems.values())
 
 
+def why_not_staged_again(reads: Path) -> str:
+    """Return why the reads that a record names cannot be staged again."""
+    record = SimpleNamespace(staging=SimpleNamespace(files=(str(reads),)))
+    return _why_not_staged_again(cast(ValidationRecord, record))
+
+
 def lists(folder: Path) -> dict[str, Callable[[], object]]:
     """Return calls that list folders, by name."""
     return {
@@ -62,6 +81,9 @@ def lists(folder: Path) -> dict[str, Callable[[], object]]:
         "nights": lambda: keep_newest(folder / "2026-01-01T0000", 1),
         "reads": lambda: find_inputs((str(folder),)),
         "raw files": lambda: raw_problems(folder),
+        "state of models": lambda: shape_of(folder, HeadShape),
+        "models for a node": lambda: _files_of_models(folder),
+        "what is discarded": lambda: discard(folder, "report/*"),
     }
 
 
@@ -85,6 +107,11 @@ def looks(folder: Path) -> dict[str, Callable[[], object]]:
         "approval": lambda: approval_state(RawFolder(folder), None),
         "raw files": lambda: raw_problems(folder),
         "inbox": lambda: Ledger(folder, folder.parent / "out"),
+        "what is discarded": lambda: discard(folder.parent, "unreadable/*"),
+        "reads in the output": lambda: _refuse_reads_in_output(folder.parent, [str(folder / name)]),
+        "allowed path": lambda: require_allowed(folder / name, "reads"),
+        "reads of a record": lambda: why_not_staged_again(folder / name),
+        "history": lambda: history(folder / "virnuc-history.jsonl"),
     }
 
 
@@ -94,6 +121,7 @@ def ask_in_child() -> None:
     Arguments: "lists" or "looks", and the folder for which the calls of the system fail.
     """
     system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    os.environ[ROOTS] = os.sep  # every path is allowed, but it must be known where it leads
     kind, folder = sys.argv[1:]
     results = {}
     for name, attempt in {"lists": lists, "looks": looks}[kind](Path(folder)).items():

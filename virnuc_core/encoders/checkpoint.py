@@ -36,6 +36,7 @@ from virnuc_core.errors import WeightsError
 from virnuc_core.system_errors import (
     is_folder,
     is_regular_file,
+    list_folder,
     read_with_retries,
     require_readable,
 )
@@ -86,12 +87,16 @@ def shape_of(models: Path, shape_type: type[S]) -> S:
 
     Raises:
         WeightsError: The model is missing, or does not fit.
+        UnreadableError: The system cannot list the directory or look at a file in it.
     """
     file_states = []
-    for path in sorted(models.glob("*/*")):
-        if path.is_file():
-            status = path.stat()
-            file_states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    for folder in list_folder(models):
+        if not is_folder(folder):
+            continue
+        for path in list_folder(folder):
+            if is_regular_file(path):
+                status = read_with_retries(path, path.stat)
+                file_states.append((status.st_ino, status.st_size, status.st_mtime_ns))
     shape: S = _checked_shape(models, shape_type, tuple(file_states))
     return shape
 

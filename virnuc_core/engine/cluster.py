@@ -36,6 +36,7 @@ from virnuc_core.engine.process import (
 from virnuc_core.engine.remote_node import ANSWER_S, FIX_NODE, PROBE, RemoteChild, RemoteNode
 from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.runfiles import Device
+from virnuc_core.system_errors import is_folder
 from virnuc_core.telemetry.tables import DeviceSample
 
 # Seconds between two looks at the list of nodes.
@@ -520,7 +521,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 def _first_folder(paths: Iterable[Path]) -> Path:
     """Return the first path that is a folder. One of them must be, for example "/"."""
-    return next(path for path in paths if path.is_dir())
+    return next(path for path in paths if is_folder(path))
 
 
 class ClusterWorkers(LocalWorkers):

@@ -47,7 +47,13 @@ from virnuc_core.reads.fast_parser import offsets_from_lengths
 from virnuc_core.reads.store import COLUMNS, FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts
 from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import Device
-from virnuc_core.system_errors import describe_system_error, storage_error
+from virnuc_core.system_errors import (
+    describe_system_error,
+    is_real_folder,
+    is_regular_file,
+    list_folder,
+    storage_error,
+)
 from virnuc_core.telemetry.tables import DeviceSample
 
 # Seconds to wait for the first answer of a new node, and for a chunk of a file.
@@ -234,7 +240,7 @@ class RemoteNode:
                 if contents != file.read_bytes():
                     raise DeviceError(f"{file} is another file there")
             await self.send(str(answer_file), BytesIO(text))
-            if not answer_file.is_file() or answer_file.read_bytes() != text:
+            if not is_regular_file(answer_file) or answer_file.read_bytes() != text:
                 problem = f"what it writes in {shared_folder} is not seen here"
                 raise DeviceError(f"{problem}: it is no shared file system")
 
@@ -543,10 +549,19 @@ def _take_answered_tasks(child: RemoteChild, message: Message) -> list[SentTask]
 
 
 def _files_of_models(models: Path) -> list[Path]:
-    """Return the paths of all files of a models directory, sorted."""
+    """Return the paths of all files of a models directory, sorted.
+
+    Raises:
+        UnreadableError: The system cannot list a folder or look at a file in it.
+    """
     files = []
-    for part in PARTS:
-        files += [path for path in (models / part).rglob("*") if path.is_file()]
+    pending = [models / part for part in PARTS]
+    while pending:
+        for path in list_folder(pending.pop()):
+            if is_real_folder(path):
+                pending.append(path)
+            elif is_regular_file(path):
+                files.append(path)
     return sorted(files)
 
 

@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple
 from virnuc_core.allowed_paths import allowed_folders, require_allowed
 from virnuc_core.errors import InputError
 from virnuc_core.system_errors import (
-    PERMISSION_ERRORS,
-    REFUSED_ERRORS,
+    UNUSABLE_PATH_ERRORS,
     is_regular_file,
     read_with_retries,
     require_readable,
@@ -271,7 +270,7 @@ def _may_be_opened(path: Path) -> bool:
         UnreadableError: It is not known, for example because the file server does not answer.
     """
     try:
-        read_with_retries(path, path.lstat, expected_errors=PERMISSION_ERRORS | REFUSED_ERRORS)
+        read_with_retries(path, path.lstat, expected_errors=UNUSABLE_PATH_ERRORS)
     except OSError:
         # There is no such file, no file can have this name, or this user may not reach it.
         return False

@@ -144,8 +144,8 @@ def compare(
     """
     files_a = result_files(a)
     files_b = result_files(b)
-    run_a = RunDir(a if a.is_dir() else a.parent)
-    run_b = RunDir(b if b.is_dir() else b.parent)
+    run_a = RunDir(a if is_folder(a) else a.parent)
+    run_b = RunDir(b if is_folder(b) else b.parent)
     record_a = _record_of(run_a)
     record_b = _record_of(run_b)
     ignored = {"reads"} if subset_of_a else set()

@@ -28,7 +28,7 @@ from virnuc_core.runfiles import (
     read,
 )
 from virnuc_core.safe_files import open_file, regular_file_exists
-from virnuc_core.system_errors import is_folder
+from virnuc_core.system_errors import is_folder, is_link, real_path
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +164,8 @@ def result_files(path: Path) -> dict[Part, Path]:
     """
     if not is_folder(path):
         # The user has named this file, so it may be a link.
-        if path.is_symlink():
-            path = path.resolve()
+        if is_link(path):
+            path = real_path(path)
         part, _ = _identify(path)
         return {part: path}
     run = RunDir(path)

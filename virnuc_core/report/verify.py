@@ -50,7 +50,7 @@ from virnuc_core.report.verify_times import verify_times
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
-from virnuc_core.system_errors import path_exists
+from virnuc_core.system_errors import is_regular_file, path_exists
 from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement, ValidationRecord
 
 # What another version of matplotlib may draw otherwise: the charts of a page, and its name
@@ -88,7 +88,7 @@ def verify_report(
     checks = _checks(out, profile)
     runs = _runs_and_repetitions(out)
     predictions = [RunDir(out / name).predictions for name in runs]
-    n_bytes = sum(path.stat().st_size for path in predictions if path.is_file())
+    n_bytes = sum(path.stat().st_size for path in predictions if is_regular_file(path))
     n_processes = len(os.sched_getaffinity(0)) if n_bytes > MIN_BYTES_FOR_PROCESSES else 1
     verification = Verification()
     with Workers(n_processes) as workers:

@@ -18,7 +18,7 @@ from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, read
 from virnuc_core.safe_files import open_file
-from virnuc_core.system_errors import list_folder, path_exists, read_with_retries
+from virnuc_core.system_errors import is_regular_file, list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
@@ -106,7 +106,7 @@ def _verify_seals(verification: Verification, run: RunDir, num_shards: int) -> N
 
 def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:
     """Compare a result file with the file that was written again, if there is one."""
-    if not new_path.is_file():
+    if not is_regular_file(new_path):
         return
     if not path_exists(path):
         verification.add_difference(f"{where}: missing")

@@ -21,7 +21,7 @@ from virnuc_core.report.result_tables import load_results
 from virnuc_core.report.verification import Verification
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunSummary
-from virnuc_core.system_errors import path_exists
+from virnuc_core.system_errors import is_regular_file, path_exists
 from virnuc_core.validation import BaselineSummary, ValidationRecord
 
 SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
@@ -151,7 +151,7 @@ def _why_not_staged_again(record: ValidationRecord | None) -> str:
     """Return why the reads cannot be staged again, or an empty string if they can."""
     files = () if record is None or record.staging is None else record.staging.files
     for name in files:
-        if not Path(name).is_file():
+        if not is_regular_file(Path(name)):
             return f"{name} is not there"
     if not files:
         return "run.json does not tell where they are"
