@@ -174,8 +174,8 @@ def _count_calls(play: Play, *, is_unfinished: bool) -> Counter[str]:
         letters = count_file.read_text() if count_file.exists() else ""
         play.scene.counted_calls[name] = Counter(letters)
         count_file.unlink(missing_ok=True)
-        shutil.rmtree(play.out.parent)
-        play.out.parent.mkdir()
+        for path in play.out.parent.iterdir():  # the directory, and a history beside it
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return play.scene.counted_calls[name]
 
 
