@@ -223,13 +223,19 @@ def _comparable_history(file: RegressionFile) -> tuple[HistoryEntry, ...]:
 def _provenance(
     raw: RawFolder, record: validation.ValidationRecord | None, run: RunMetrics | None
 ) -> RunRecord:
-    """Return the record of the validation, completed with fields of the run's record."""
+    """Return the record of the validation, completed with fields of the run's record, and with the
+    seeds of the baseline's.
+    """
     run_record = None if run is None else raw.read(RunRecord, run.name, RECORD)
     own_fields = _set_fields(record)
     run_fields = _set_fields(run_record)
     fields = run_fields | own_fields
     for name in ("fingerprints", "seeds", "versions"):  # these are merged key by key
         fields[name] = run_fields.get(name, {}) | own_fields.get(name, {})
+    # The only choice by chance in a validation: which reads the baseline runs on, if not on all.
+    baseline_record = raw.read(RunRecord, BASELINE, RECORD)
+    if baseline_record is not None:
+        fields["seeds"] = fields["seeds"] | baseline_record.seeds
     # Reports are shared, and settings and commands of attempts may contain secrets, such as signed
     # addresses. So of them only the sample's name is kept.
     settings = own_fields.get("spec") or run_fields.get("spec", {})

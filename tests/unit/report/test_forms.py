@@ -264,6 +264,14 @@ def test_benchmark_files_name_verdicts_bottlenecks_and_advice(report: Report) ->
     assert chunking["gpu_util_avg"] is None
 
 
+def test_the_seed_of_the_baselines_reads_is_told(copied: tuple[Path, Profile]) -> None:
+    out_dir, profile = copied
+    edit_json(out_dir / "baseline" / "run.json", lambda body: body.update(seeds={"baseline": 7}))
+    report = build_report(out_dir, profile)
+    assert benchmark_files(report)[2]["metadata"]["seeds"] == {"baseline": 7}
+    assert "| seed of baseline | 7 |" in report_markdown(report)
+
+
 def test_a_benchmark_without_a_gpu_or_a_time_says_so(report: Report) -> None:
     devices = tuple(
         device.model_copy(update={"gpu_util_avg": None, "mem_used_peak": None})
