@@ -362,8 +362,9 @@ def _verify_history(
     for compared in (*file.history, file.entry):
         lines = [line for line in history if line.same(compared, ("created", *SERIES_FIELDS))]
         if compared is file.entry:
-            # A run that is judged again keeps its old line in the history, with the old verdict.
-            verdict = compared.model_dump(include={"criteria_met", "regression_percent"})
+            # A run that is judged again keeps its old line in the history, with the old verdict and
+            # the commit of the version that gave it. The report has the commit of the newest one.
+            verdict = compared.model_dump(include={"criteria_met", "regression_percent", "commit"})
             lines = [line.model_copy(update=verdict) for line in lines]
         if compared not in lines:
             label = f"{REGRESSION}: the run of {compared.created} against {path.name}"
