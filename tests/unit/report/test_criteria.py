@@ -636,10 +636,10 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
     [((3.2, 2.1), True), ((3.2, 3.0), False), ((0.1, 0.05), False)],
 )
 def test_devices_that_work_for_unlike_times_are_a_warning(
-    tmp_path: Path, hours: tuple[float, float], is_told: bool
+    judged: Report, hours: tuple[float, float], is_told: bool
 ) -> None:
     """3.2 h against 2.1 h is VirNucPro's own example; within 10 % and in short runs it is none."""
-    report = build_report(tmp_path, build(tmp_path, Recipe(devices=2)))
+    report = judged
     assert report.run is not None
     assert report.run.telemetry is not None
     busy = tuple(
