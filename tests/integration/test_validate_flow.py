@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.states import State
 
+from tests.report_figures import disagreements, figures_of
 from virnuc.flows.cli.flow_command import exit_code
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc.flows.prefect_flows.validate import validate
@@ -30,6 +33,21 @@ from virnuc_core.validation import TuningFile
 
 from .flow_runs import RESULTS, run_of, task_runs
 from .processes import committed
+
+
+def artifacts_of(state: State[Any]) -> dict[str, Any]:
+    """Return the tables and texts that a flow run shows, by their keys; tables as rows."""
+    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_of(state)]))
+    with get_client(sync_client=True) as client:
+        shown = client.read_artifacts(artifact_filter=chosen)
+    contents = {}
+    for artifact in shown:
+        if artifact.key is not None and artifact.type in ("table", "markdown"):
+            is_table = artifact.type == "table"
+            data = str(artifact.data)
+            contents[artifact.key] = json.loads(data) if is_table else data
+    return contents
+
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 
@@ -76,6 +94,13 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         "trend-ci-smoke",
     ):
         assert Artifact.get(key if key == "comparison-few" else host_key(key)) is not None, key
+    artifacts = artifacts_of(state)
+    assert {"report", "criteria", "scaling", "trend", "comparison", "stages", "reads"} <= {
+        key.split("-")[0] for key in artifacts
+    }
+    figures = figures_of(out_dir, artifacts)
+    assert disagreements(figures) == [], "figures of one name are one number in every form"
+    assert len({figure.place for figure in figures if figure.place.startswith("artifact")}) > 7
 
     second_state = validate(**arguments, return_state=True)
     computing = {

@@ -178,7 +178,7 @@ def _stage_results(run: RunMetrics | None) -> dict[str, StageResult]:
 class EncoderResult(RunFile):
     """Speed of one encoder on one device, and its share of what the device can do."""
 
-    tokens_per_sec: float | None
+    device_tokens_per_sec: float | None  # of computing time, per device
     ceiling_tokens_per_sec: float | None
     of_ceiling: float | None  # 0 to 1
     of_datasheet: float | None
@@ -187,7 +187,7 @@ class EncoderResult(RunFile):
     def of(cls, encoder: EncoderMetrics) -> Self:
         """Return the result of one encoder."""
         return cls(
-            tokens_per_sec=encoder.device_tokens_per_s,
+            device_tokens_per_sec=encoder.device_tokens_per_s,
             ceiling_tokens_per_sec=encoder.ceiling_tokens_per_s,
             of_ceiling=encoder.mfu_of_ceiling,
             of_datasheet=encoder.mfu_of_datasheet,

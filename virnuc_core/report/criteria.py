@@ -264,7 +264,7 @@ def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
     subset_sizes = [pair.subset_reads for pair in with_baseline if pair.subset_reads is not None]
     if subset_sizes and subset_sizes[0]:
         n_reads = subset_sizes[0]  # the same for all runs: the baseline ran once
-        remark = f"over the {n_reads:,} reads that the baseline ran on and that have a row"
+        remark = f"over the {n_reads:,} reads of the baseline's subset"
     return Finding(
         value=100.0 * min(shares) if shares else None,
         samples=n_chunks if agreements else None,

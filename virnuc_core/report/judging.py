@@ -32,6 +32,7 @@ from virnuc_core.report.model import (
     Verdict,
 )
 from virnuc_core.report.raw_files import RUN_PREFIX, SINGLE_RUN, short_name
+from virnuc_core.report.text import UNKNOWN, measured_text, target_text
 
 PAIR_RUN: Final = f"{RUN_PREFIX}2"
 
@@ -97,6 +98,9 @@ def judge(
         # of a failure.
         finding = Finding(remark=lost_file, failed=True)
     judgement = _judgement(finding, requirement.target, no_evidence)
+    if judgement.verdict == "fail" and not judgement.reason:
+        missed = _missed_text(spec, judgement.value, requirement.target)
+        judgement = replace(judgement, reason=missed)
     return Criterion(
         id=spec.id,
         perf_id=spec.perf_id,
@@ -184,6 +188,12 @@ def _judgement(finding: Finding, target: Target | None, no_evidence: str) -> Jud
     if target.met(value):
         return Judgement("pass", finding.remark, value)
     return Judgement("fail", finding.if_missed or finding.remark, value)
+
+
+def _missed_text(spec: CriterionSpec, value: float | None, target: Target | None) -> str:
+    """Return the reason of a failure that has no other: `33:45 is not <30 min`."""
+    measured = UNKNOWN if value is None else measured_text(value, target, spec.unit, spec.id)
+    return f"{measured} is not {target_text(target, spec.unit)}"
 
 
 def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profile) -> str:

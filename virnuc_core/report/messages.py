@@ -10,7 +10,12 @@ from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
-from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
+from virnuc_core.report.views.speed import (
+    efficiency_text,
+    measured_runs,
+    speedup_text,
+    unmeasured_device_counts,
+)
 from virnuc_core.report.views.tools import memory_history_lines
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Trial
@@ -56,10 +61,9 @@ def scaling_message(report: Report) -> str:
     """
     parts = []
     for figure in report.scaling[1:]:  # the first one is the run on one device itself
-        speedup = number(figure.speedup, 2, "x")
-        efficiency = percent(figure.efficiency)
+        speedup = f"{speedup_text(figure)} ({efficiency_text(figure)})"
         repeats = measured_runs(figure.times_s)
-        part = f"{figure.num_gpus} devices: {speedup} ({efficiency}), {repeats}"
+        part = f"{figure.num_gpus} devices: {speedup}, {repeats}"
         if figure.judged is not None and figure.judged.target is not None:
             part += f": {_verdict_text(figure.judged)}"
         parts.append(part)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from virnuc_core.encoder_names import DNA, PROTEIN
+from virnuc_core.profiles import Target
 from virnuc_core.report.model import (
     Accounting,
     BaselineMetrics,
     Criterion,
+    DeviceMetrics,
     Report,
     RunMetrics,
     Verdict,
@@ -21,6 +23,7 @@ from virnuc_core.report.text import (
     cell,
     clock,
     format_value,
+    gibibytes,
     number,
     one_line,
     percent,
@@ -29,11 +32,10 @@ from virnuc_core.report.text import (
 )
 from virnuc_core.report.views.criteria import approval_text
 from virnuc_core.report.views.devices import window_speeds
-from virnuc_core.report.views.speed import efficiency_facts
+from virnuc_core.report.views.speed import efficiency_facts, efficiency_text
 from virnuc_core.telemetry.tables import STAGES
 
 HOURS_PER_SECOND: Final = 1 / 3600
-GIGABYTES_PER_BYTE: Final = 1e-9
 STAGE_WIDTH: Final = 37
 SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 
@@ -121,15 +123,14 @@ def criteria_block(report: Report) -> CriteriaBlock:
     # The times and speed-ups on the number of devices that the criterion `scaling` was judged on.
     judged_figures = (figure for figure in report.scaling if figure.judged == scaling)
     figure = next(judged_figures, None)
-    efficiency = protein_scaling = dna_scaling = None
+    protein_scaling = dna_scaling = None
     num_devices = 2
     if figure is not None:
         num_devices = figure.num_gpus
-        efficiency = figure.efficiency
         protein_scaling = figure.protein_scaling
         dna_scaling = figure.dna_scaling
     limit_percent = efficiency_target(scaling.target, num_devices)
-    efficiency_text = cell(percent(efficiency, unit="%", target=limit_percent))
+    shown_efficiency = cell(None if figure is None else efficiency_text(figure))
     efficiency_limit = target_text(limit_percent, "%")
 
     one_device_label = "1x device" if report.single is None else report.single.label
@@ -144,7 +145,7 @@ def criteria_block(report: Report) -> CriteriaBlock:
         two_device_time=_criterion_line(f"{two_device_label}:  ", two_device_time, width=47),
         scaling=_criterion_line("Multi-GPU speedup:      ", scaling, width=52),
         efficiency=_verdict_line(
-            "Scaling efficiency:     ", efficiency_text, efficiency_limit, scaling, width=53
+            "Scaling efficiency:     ", shown_efficiency, efficiency_limit, scaling, width=53
         ),
         protein_scaling=_scaling_line(PROTEIN.title, protein_scaling),
         dna_scaling=_scaling_line(DNA.title, dna_scaling),
@@ -252,6 +253,7 @@ def further_block(report: Report) -> FurtherBlock:
     """Return the part of the printed report after the criteria: facts, checks and warnings."""
     facts = efficiency_facts(report)
     lines = [_fact_line("Further failures", one_line(further_failures(report)) or "none")]
+    lines += _failure_lines(report)
     lines += [_fact_line(title, value) for title, value in facts.items()]
     lines += [_check_line(check) for check in report.further_verdicts]
     lines.append(_fact_line("Regression", _regression_text(report)))
@@ -267,6 +269,17 @@ def further_block(report: Report) -> FurtherBlock:
         lines=lines,
         warnings=[one_line(warning) for warning in report.warnings],
     )
+
+
+def _failure_lines(report: Report) -> list[str]:
+    """Return a line for each missed criterion with the reason, which its own line has no room for.
+
+    Without a missed criterion there is one line that says so.
+    """
+    reasons = [
+        one_line(f"{criterion.title}: {criterion.reason}") for criterion in report.failed_criteria
+    ]
+    return [_fact_line("Why not met", reason) for reason in reasons or ["none was missed"]]
 
 
 def _fact_line(title: str, value: str) -> str:
@@ -366,9 +379,7 @@ def summary_block(report: Report) -> SummaryBlock:
         if telemetry.devices:
             devices = []
         for place, device in enumerate(telemetry.devices):
-            use = cell(number(device.gpu_util_avg, 1, " %"))
-            memory = cell(_gigabytes(device.mem_used_peak))
-            devices.append(f"  Device {place} ({device.device}): {use} (peak mem: {memory})")
+            devices.append(_device_line(place, device, report.criterion("gpu_utilisation").target))
     projected = f"Projected {report.profile.projection_reads:,}"
     return SummaryBlock(
         workload=[
@@ -384,7 +395,9 @@ def summary_block(report: Report) -> SummaryBlock:
             _summary_line("Tokens/sec, fastest window", number(fastest_window, 0)),
         ],
         packing=[
-            _summary_line("Average", percent(packing, unit=""), "%"),
+            _summary_line(
+                "Average", percent(packing, unit="", target=report.criterion("packing").target), "%"
+            ),
             _summary_line("Minimum", percent(lowest_packing, unit=""), "%"),
             _summary_line("Batches <80%", number(low_batches, 0)),
         ],
@@ -402,19 +415,34 @@ def summary_block(report: Report) -> SummaryBlock:
     )
 
 
+def _device_line(place: int, device: DeviceMetrics, target: Target | None) -> str:
+    """Return the line of a device in the performance summary: its utilisation and its memory.
+
+    The first number is the one that PERF-02 judges: the utilisation while the protein encoder ran.
+
+    Args:
+        place: The number of the device in this run.
+        device: The device.
+        target: The target of the utilisation.
+    """
+    protein_use = cell(number(device.protein_percent, 1, " %", target))
+    mean_use = cell(number(device.gpu_util_avg, 1, " %"))
+    memory = cell(gibibytes(device.mem_used_peak, " GiB"))
+    return (
+        f"  Device {place} ({device.device}): {protein_use} while {PROTEIN.title} ran, "
+        f"{mean_use} on average (peak mem: {memory})"
+    )
+
+
 def _summary_line(title: str, value: str | None, unit: str = "") -> str:
     """Return a line of the performance summary with aligned value and unit."""
     return f"  {title + ':':<28}{cell(value):>14} {unit}".rstrip()
 
 
-def _gigabytes(size: float | None) -> str | None:
-    """Return a size in bytes as GB with its unit."""
-    if size is None:
-        return None
-    return number(size * GIGABYTES_PER_BYTE, 1, " GB")
-
-
 def _requirement_line(criterion: Criterion, name: str) -> str:
     """Return the line of a requirement: its id (such as PERF-01), target, value and verdict."""
     title = f"{criterion.perf_id} ({name} {target_text(criterion.target, criterion.unit)}):"
-    return f"  {title:<32} {format_value(criterion):>12}  [{criterion.verdict.upper()}]"
+    line = f"  {title:<32} {format_value(criterion):>12}  [{criterion.verdict.upper()}]"
+    if criterion.verdict in ("fail", "projected", "not run") and criterion.reason:
+        line += f" {one_line(criterion.reason)}"
+    return line

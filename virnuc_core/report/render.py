@@ -17,14 +17,13 @@ from virnuc_core.markdown import code_block, code_span, front_matter_value
 from virnuc_core.report.benchmark import (
     BenchmarkResults,
     DeviceResult,
-    ScalingResult,
     StageResult,
     benchmark_json,
     benchmark_name,
     benchmark_title,
 )
 from virnuc_core.report.charts import GENERATOR, Chart, all_charts
-from virnuc_core.report.model import Criterion, Report
+from virnuc_core.report.model import Criterion, Report, ScalingMetrics
 from virnuc_core.report.printed import (
     criteria_block,
     further_block,
@@ -34,11 +33,11 @@ from virnuc_core.report.printed import (
 )
 from virnuc_core.report.sections import Row, Section
 from virnuc_core.report.text import (
-    GIBIBYTE,
     Mark,
     cell,
     clock,
     format_value,
+    gibibytes,
     markdown_cell,
     number,
     percent,
@@ -46,7 +45,12 @@ from virnuc_core.report.text import (
 )
 from virnuc_core.report.views.criteria import CRITERIA_TITLE, approval_section
 from virnuc_core.report.views.full_report import report_sections
-from virnuc_core.report.views.speed import efficiency_rows, scaling_rows
+from virnuc_core.report.views.speed import (
+    efficiency_rows,
+    efficiency_text,
+    scaling_rows,
+    speedup_text,
+)
 
 REPORT_JSON: Final = "report.json"
 SHORT_COMMIT: Final = 12  # characters
@@ -152,7 +156,7 @@ def benchmark_markdown(report: Report) -> str:
     return fill_template(
         "benchmark.md.j2",
         title=benchmark_title(report.provenance.created),
-        scaling=[_scaling_row(run) for run in results.scaling_list],
+        scaling=[_scaling_row(figure) for figure in report.scaling],
         devices=[_device_row(device, use) for device, use in results.gpu_stats.items()],
         stages=[_stage_row(stage) for stage in results.throughput.values()],
         verdicts=_scaling_verdict_rows(report),
@@ -163,23 +167,22 @@ def benchmark_markdown(report: Report) -> str:
     )
 
 
-def _scaling_row(run: ScalingResult) -> Row:
+def _scaling_row(figure: ScalingMetrics) -> Row:
     """Return the table row on one number of devices."""
     return {
-        "GPUs": run.num_gpus,
-        "Time (s)": _fixed(run.time_seconds, 1),
-        "Speedup": _fixed(run.speedup, 2, "x"),
-        "Efficiency": _fixed(100 * run.efficiency, 1, "%"),
+        "GPUs": figure.num_gpus,
+        "Time (s)": _fixed(figure.time_seconds, 1),
+        "Speedup": speedup_text(figure),
+        "Efficiency": efficiency_text(figure),
     }
 
 
 def _device_row(device: str, use: DeviceResult) -> Row:
     """Return the table row on the use of one device."""
-    peak_gib = None if use.mem_used_peak is None else use.mem_used_peak / GIBIBYTE
     return {
         "GPU": device,
         "Avg Util %": _fixed(use.gpu_util_avg, 1, "%"),
-        "Peak Mem (GB)": _fixed(peak_gib, 2),
+        "Peak Mem (GB)": cell(gibibytes(use.mem_used_peak)),
     }
 
 

@@ -102,11 +102,18 @@ def percent(
     return number(share * 100, digits, unit, target)
 
 
-def gibibytes(size: float | None) -> Number | None:
-    """Return a size in bytes as GiB without the unit."""
+def gibibytes(size: float | None, unit: str = "") -> Number | None:
+    """Return a size in bytes as GiB, which are 2³⁰ bytes.
+
+    Every size of memory in a report is written by this function.
+
+    Args:
+        size: The size in bytes.
+        unit: The text after the digits: ` GiB`, or nothing in a column that names the unit.
+    """
     if size is None:
         return None
-    return number(size / GIBIBYTE, 2)
+    return number(size / GIBIBYTE, 2, unit)
 
 
 def clock(seconds: float | None) -> str | None:
@@ -142,18 +149,34 @@ def round_beside_target(value: float, decimals: int, target: Target | None) -> s
 
 
 def format_value(criterion: Criterion) -> str:
-    """Return the value of a criterion, with enough decimals to show whether it meets its target."""
-    value = criterion.value
-    target = criterion.target
-    if value is None:
+    """Return the value of a criterion, with enough decimals to show whether it meets its target.
+
+    A value that was computed for more reads than were measured is marked: `33:45 (projected)`.
+    """
+    if criterion.value is None:
         return UNKNOWN
-    if criterion.unit == "s":
+    text = measured_text(criterion.value, criterion.target, criterion.unit, criterion.id)
+    if criterion.verdict == "projected":
+        return f"{text} (projected)"
+    return text
+
+
+def measured_text(value: float, target: Target | None, unit: str, criterion_id: str) -> str:
+    """Return the value of a criterion as text, without a mark.
+
+    Args:
+        value: The value.
+        target: Its target. Rounding does not move the value across it.
+        unit: `s`, `x`, `%` or nothing.
+        criterion_id: The id of the criterion, on which the number of decimals depends.
+    """
+    if unit == "s":
         return _format_seconds(value, target)
-    if criterion.unit == "x":
-        decimals = 1 if criterion.id == "speedup" else 2
+    if unit == "x":
+        decimals = 1 if criterion_id == "speedup" else 2
         return f"{round_beside_target(value, decimals, target)}x"
-    if criterion.unit == "%":
-        decimals = 2 if criterion.id == "consensus" else 1
+    if unit == "%":
+        decimals = 2 if criterion_id == "consensus" else 1
         return f"{round_beside_target(value, decimals, target).removesuffix('.0')}%"
     decimals = 0 if value == int(value) else 4
     return round_beside_target(value, decimals, target)

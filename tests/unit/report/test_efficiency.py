@@ -79,7 +79,7 @@ def test_every_form_shows_mfu(tmp_path: Path) -> None:
         assert "measured ceiling not run, datasheet" in forms[name], name
     mfu = json.loads(benchmark_json(report))["results"]["efficiency"]["mfu"]
     assert mfu["esm2"]["of_ceiling"] == esm2.mfu_of_ceiling
-    assert mfu["esm2"]["tokens_per_sec"] == esm2.device_tokens_per_s
+    assert mfu["esm2"]["device_tokens_per_sec"] == esm2.device_tokens_per_s
     assert mfu["dnabert_s"]["of_ceiling"] is None
 
 

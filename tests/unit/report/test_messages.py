@@ -62,7 +62,7 @@ def test_what_was_not_judged_comes_first_if_nothing_was_missed() -> None:
 def test_scaling_names_speedup_efficiency_and_runs_of_each_number_of_devices() -> None:
     figures = (scaling_figure(num_gpus=1), scaling_figure())
     scaled_report = report(scaling=figures, profile=load_profile("ci-smoke"))
-    assert messages.scaling_message(scaled_report) == "2 devices: 1.96x (98.0 %), one run"
+    assert messages.scaling_message(scaled_report) == "2 devices: 1.96x (98.0%), one run"
 
 
 def judged_curve(scaling: str, same_bytes: str, *others: Criterion) -> Report:

@@ -124,8 +124,8 @@ def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
                 "Min to max %": Number(f"{lowest} to {highest}"),
                 f"{PROTEIN.title} %": number(device.protein_percent),
                 f"{DNA.title} %": number(device.dna_percent),
-                "Peak Mem (GB)": gibibytes(device.mem_used_peak),
-                "Allocated (GB)": gibibytes(peak_bytes.get(device.device)),
+                "Peak Mem (GiB)": gibibytes(device.mem_used_peak),
+                "Allocated (GiB)": gibibytes(peak_bytes.get(device.device)),
                 "Power (W)": number(device.power_avg_w, 0),
                 "Max °C": number(device.temperature_max_c, 0),
                 "kWh": number(device.energy_kwh, 4),
@@ -178,13 +178,17 @@ def _milliseconds(value: float | None) -> str:
 
 
 def _speed_sentence(telemetry: TelemetryMetrics) -> str:
-    """Return a sentence on the number of tokens and sequences embedded per second."""
+    """Return a sentence on the number of tokens and distinct frames embedded per second.
+
+    Frames are not called sequences here: sequences per second are the reads of the whole run.
+    """
     rate = cell(number(telemetry.tokens_per_s, 0))
     steady_rate = cell(number(telemetry.steady_tokens_per_s, 0))
-    sequences = cell(number(telemetry.rows_per_s))
+    distinct_frames = cell(number(telemetry.rows_per_s))
     return one_line(
         f"Tokens/s, both encoders: {rate} while embedding, {steady_rate} once warm "
-        f"(10 batches of each device left out). Sequences/s: {sequences}, each counted once."
+        f"(10 batches of each device left out). "
+        f"Distinct open frames/s while embedding: {distinct_frames}."
     )
 
 
@@ -193,8 +197,7 @@ def _host_sentence(telemetry: TelemetryMetrics) -> str:
     host = telemetry.host
     average = cell(number(host.cpu_percent_avg, 0, " %"))
     highest = cell(number(host.cpu_percent_max, 0, " %"))
-    memory = gibibytes(host.rss_peak_bytes)
-    peak = cell(None if memory is None else f"{memory} GB")
+    peak = cell(gibibytes(host.rss_peak_bytes, " GiB"))
     return one_line(
         f"Host: CPU {average} on average, {highest} at most; "
         f"memory of all processes of the run {peak} at most."

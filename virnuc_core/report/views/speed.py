@@ -4,13 +4,21 @@ from collections.abc import Sequence
 from typing import Final
 
 from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.report.model import EncoderMetrics, Report, RunMetrics, Verdict, efficiency_target
+from virnuc_core.report.model import (
+    EncoderMetrics,
+    Report,
+    RunMetrics,
+    ScalingMetrics,
+    Verdict,
+    efficiency_target,
+)
 from virnuc_core.report.sections import Row, Section, Table, with_columns_of_first
 from virnuc_core.report.text import (
     Mark,
     Number,
     number,
     percent,
+    round_beside_target,
     stage_text,
     target_text,
 )
@@ -31,14 +39,12 @@ def scaling_rows(report: Report) -> list[Row]:
     rows: list[Row] = []
     for figure in report.scaling:
         criterion = figure.judged
-        target = None if criterion is None else criterion.target
-        limit_percent = efficiency_target(target, figure.num_gpus)
         row: Row = {
             "GPUs": figure.num_gpus,
             "Time": number(figure.time_seconds, 1, " s"),
             "Runs": measured_runs(figure.times_s),
-            "Speedup": number(figure.speedup, 2, "x", target=target),
-            "Efficiency": percent(figure.efficiency, unit="%", target=limit_percent),
+            "Speedup": speedup_text(figure),
+            "Efficiency": efficiency_text(figure),
             PROTEIN.title: number(figure.protein_scaling, 2, "x"),
             DNA.title: number(figure.dna_scaling, 2, "x"),
             "Required": None,
@@ -46,13 +52,27 @@ def scaling_rows(report: Report) -> list[Row]:
             "Why": "",
         }
         if criterion is not None:
-            row["Required"] = Number(target_text(target, criterion.unit))
+            row["Required"] = Number(target_text(criterion.target, criterion.unit))
             row["Verdict"] = Mark(criterion.verdict)
             row["Why"] = criterion.reason
         rows.append(row)
     for num_devices, reason in unmeasured_device_counts(report).items():
         rows.append({"GPUs": num_devices, "Verdict": Mark(NOT_RUN), "Why": f"skipped: {reason}"})
     return with_columns_of_first(rows)
+
+
+def speedup_text(figure: ScalingMetrics) -> str:
+    """Return the speed-up on a number of devices as every form of the report shows it: `1.58x`."""
+    target = None if figure.judged is None else figure.judged.target
+    return Number(f"{round_beside_target(figure.speedup, 2, target)}x")
+
+
+def efficiency_text(figure: ScalingMetrics) -> str:
+    """Return the scaling efficiency as every form of the report shows it: `79.0%`."""
+    target = None if figure.judged is None else figure.judged.target
+    limit_percent = efficiency_target(target, figure.num_gpus)
+    efficiency_percent = round_beside_target(100 * figure.efficiency, 1, limit_percent)
+    return Number(f"{efficiency_percent}%")
 
 
 def measured_runs(times_s: Sequence[float]) -> str:
