@@ -4,6 +4,8 @@
 An automation of the same name is replaced, so the command can be given again with another block.
 """
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,30 @@ from prefect.settings import PREFECT_API_URL
 
 from virnuc_core.confidential import secrets_hidden
 
+# What may become a link, a mention, an image, HTML or emphasis in a messenger, and what is sent
+# instead. Slack, Teams, mail and webhooks have different rules, so no backslash or entity would
+# be right for all of them. The other characters look alike and mean nothing.
+PLAIN_TEXT: Final = {
+    "<": "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
+    ">": "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+    "&": "\N{FULLWIDTH AMPERSAND}",
+    "[": "\N{FULLWIDTH LEFT SQUARE BRACKET}",
+    "]": "\N{FULLWIDTH RIGHT SQUARE BRACKET}",
+    "{": "\N{FULLWIDTH LEFT CURLY BRACKET}",
+    "}": "\N{FULLWIDTH RIGHT CURLY BRACKET}",
+    "@": "\N{FULLWIDTH COMMERCIAL AT}",
+    "*": "\N{ASTERISK OPERATOR}",
+    "~": "\N{TILDE OPERATOR}",
+    "`": "'",
+    "\\": "\N{FULLWIDTH REVERSE SOLIDUS}",
+    "//": "\N{DIVISION SLASH}\N{DIVISION SLASH}",
+    "www.": "www\N{ONE DOT LEADER}",
+    "Www.": "Www\N{ONE DOT LEADER}",
+    "WWW.": "WWW\N{ONE DOT LEADER}",
+    "\n": " ",
+    "\r": " ",
+}
+EXPRESSION: Final = re.compile(r"\{\{ (.+?) \}\}")  # in a template
 MISSED_CRITERION: Final = "virnuc.criterion.fail"  # the event that may pause a deployment
 
 
@@ -57,8 +83,8 @@ def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
         trigger = EventTrigger(
             **fields.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0
         )
-        subject = fields.pop("subject")
-        body = fields.pop("body")
+        subject = with_plain_values(fields.pop("subject"))
+        body = with_plain_values(fields.pop("body"))
         actions: list[Any] = [
             SendNotification(block_document_id=block_id, subject=subject, body=body)
         ]
@@ -66,6 +92,23 @@ def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
             # "inferred": the deployment of the run from which the event came.
             actions.append(PauseDeployment(source="inferred", deployment_id=None))
         yield AutomationCore(**fields, trigger=trigger, actions=actions)
+
+
+def with_plain_values(template: str) -> str:
+    """Return a template of Prefect whose values are shown as plain text, whatever is in them.
+
+    Names of files, samples and runs may contain anything. The server fills in the templates, and
+    only the usual filters of Jinja exist there.
+
+    Args:
+        template: Our own text, with values as `{{ event.payload.reason }}`.
+    """
+    filters = " | string"
+    for markup, plain_text in PLAIN_TEXT.items():
+        # Jinja and JSON write these texts in the same way.
+        filters += f" | replace({json.dumps(markup)}, {json.dumps(plain_text)})"
+    # A function, because the filters have backslashes, which a text to insert may not have.
+    return EXPRESSION.sub(lambda match: f"{{{{ ({match[1]}){filters} }}}}", template)
 
 
 def main() -> None:

@@ -6,12 +6,20 @@ import asyncio
 import importlib
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
+from uuid import uuid4
 
 import pytest
 import yaml
+from prefect.events.actions import SendNotification
+from prefect.server.utilities.user_templates import (
+    render_user_template_sync,
+    validate_user_template,
+)
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from virnuc.deployments import alerts
@@ -123,3 +131,39 @@ def test_alerts_are_refused_if_no_server_is_named(monkeypatch: pytest.MonkeyPatc
     no_server = temporary_settings(restore_defaults={PREFECT_API_URL})
     with no_server, pytest.raises(SystemExit, match="name it with PREFECT_API_URL"):
         alerts.main()
+
+
+# What another user of an inbox, or whoever named a sample, may put into a name.
+MARKUP = (
+    "<https://evil.example|your report>",  # a link of Slack
+    "<!channel> <@U1>",  # mentions of Slack
+    "[report](https://evil.example)",  # a link of Teams
+    "![](https://evil.example/seen.png)",
+    "<a href='https://evil.example'>report</a> &lt;",
+    "https://evil.example www.evil.example WWW.evil.example mailto:a@evil.example",
+    "*bold* ~struck~ `code` {{ secrets.x }}",
+    "two\nlines\r\\",
+)
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_a_name_in_a_notification_is_plain_text(name: str) -> None:
+    event = SimpleNamespace(resource=SimpleNamespace(name=name), payload=defaultdict(lambda: name))
+    run = SimpleNamespace(name=name, state=SimpleNamespace(message=name), expected_start_time=name)
+    for automation in alerts._automations(uuid4(), pause=False):
+        action = automation.actions[0]
+        assert isinstance(action, SendNotification)
+        for template in (action.subject, action.body):
+            validate_user_template(template)
+            text = render_user_template_sync(template, {"event": event, "flow_run": run})
+            assert not text.startswith("Failed to render"), text
+            for markup in ("<", ">", "&", "[", "]", "{", "}", "@", "*", "~", "`", "//", "\n", "\\"):
+                assert markup not in text
+            assert "www." not in text.lower()
+
+
+def test_an_ordinary_name_stays_as_it_is_in_a_notification() -> None:
+    template = alerts.with_plain_values("virnuc: {{ event.resource.name }} failed")
+    event = SimpleNamespace(resource=SimpleNamespace(name="run_7/sample-1_R1.fastq.gz (new)"))
+    text = render_user_template_sync(template, {"event": event})
+    assert text == "virnuc: run_7/sample-1_R1.fastq.gz (new) failed"
