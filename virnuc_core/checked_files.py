@@ -10,9 +10,17 @@ A digest is recorded in one of these places:
 - Result files are listed in `summary.json` with size and SHA-256 (`runfiles.FileDigest`).
 - HDF5 files begin with a seal, a digest of all bytes after it (`Seal`).
 - Arrays (`.npy`) are followed by their digest (`ARRAY_DIGEST`).
+- Lines of journals and of the history, and entries of the cache of digests, carry their own digest.
+  `compare_text` compares them, because one damaged line must not make the others useless.
 
 Files of older versions have no digest. They are still read, and the caller learns that they could
 not be checked.
+
+Two digests are compared elsewhere, because they do not cover the bytes of one file. The digest of
+an int8 calibration covers its numbers, so files with another order of their metadata are equal
+(`encoders.calibration`). The name of a kept head's folder holds the digest of all its files
+(`encoders.kept_heads`). Public weights have no digest before virnuc has read them for the first
+time: each run records theirs, and later runs compare.
 """
 
 import hashlib
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 OWN_DIGEST_FIELD: Final = "own_sha256"
 SEAL_BYTES: Final = 512  # the smallest user block of HDF5
 READ_BYTES: Final = 1 << 20  # of a file that are read at a time
+SHA256_LETTERS: Final = 64  # of a SHA-256 in hexadecimal letters
 _SHA256_BYTES: Final = 32
 # The last field of a JSON file with its own digest, and what precedes it. A changed bit may be in
 # the name of the field.
@@ -52,6 +61,20 @@ class Match(Enum):
     SAME = "same"
     CHANGED = "changed"
     NOT_RECORDED = "not recorded"  # the file was written by a version that recorded no digest
+
+
+def compare_text(text: bytes, recorded: str | None, n_letters: int = SHA256_LETTERS) -> Match:
+    """Compare a text that carries its own digest, such as a line of a journal, with this digest.
+
+    Args:
+        text: What the digest covers.
+        recorded: The SHA-256 that was written with it, in hexadecimal letters. None: none was.
+        n_letters: How many letters were written; the first ones.
+    """
+    if recorded is None:
+        return Match.NOT_RECORDED
+    sha256 = hashlib.sha256(text).hexdigest()
+    return Match.SAME if recorded == sha256[:n_letters] else Match.CHANGED
 
 
 class RecordedDigest(Protocol):
@@ -197,10 +220,10 @@ class _OwnDigest:
         last_field = _LAST_FIELD.fullmatch(content)
         if last_field is not None:
             body, name, digest = last_field.groups()
-            is_digest = hashlib.sha256(body).hexdigest() == digest.decode()
+            match = compare_text(body, digest.decode())
             if name == OWN_DIGEST_FIELD.encode():
-                return Match.SAME if is_digest else Match.CHANGED
-            if is_digest:  # only the name of the field was changed
+                return match
+            if match is Match.SAME:  # only the name of the field was changed
                 return Match.CHANGED
         if f'"{OWN_DIGEST_FIELD}"'.encode() in content:
             # Somebody has edited the file, or the digest itself was changed.

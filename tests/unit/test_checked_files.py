@@ -15,9 +15,11 @@ import pytest
 from virnuc_core.checked_files import (
     OWN_DIGEST_FIELD,
     SEAL_BYTES,
+    Match,
     RecordedSha256,
     Seal,
     array_bytes,
+    compare_text,
     has_own_digest,
     open_checked,
     open_checked_hdf5,
@@ -252,3 +254,14 @@ def test_no_digest_is_needed_to_say_that_a_file_is_no_regular_one(tmp_path: Path
     with pytest.raises(UnsafeFileError, match="named pipe"):
         open_checked(tmp_path / "reads.tsv", None)
     assert listed_digest(RunDir(tmp_path).reads_table) is None
+
+
+def test_a_text_is_compared_with_the_letters_that_were_written_with_it() -> None:
+    """The SHA-256 of "abc" is an example of the standard (FIPS 180-4)."""
+    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert compare_text(b"abc", sha256) is Match.SAME
+    assert compare_text(b"abc", sha256[:16], 16) is Match.SAME
+    assert compare_text(b"abc", None) is Match.NOT_RECORDED
+    for other in ("", sha256[:16], sha256[:-1], sha256.upper(), sha256 + "0"):
+        assert compare_text(b"abc", other) is Match.CHANGED
+    assert compare_text(b"abd", sha256) is Match.CHANGED

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.checked_files import Match, compare_text
 from virnuc_core.config import Precision, refuse_unreadable
 from virnuc_core.encoders.calibration import (
     CALIBRATION,
@@ -33,7 +34,6 @@ from virnuc_core.system_errors import read_with_retries
 LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering on disk
 PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
 HASH_THREADS: Final = 8
-DIGEST_LETTERS: Final = 64  # of a SHA-256
 CACHE: Final = "~/.cache/virnuc/digests"
 INT8: Final = "int8"  # key of the calibration's digest
 # Two threads that need the same digest must not both compute it: the second one waits.
@@ -186,9 +186,9 @@ def _read_cached_digest(cache_path: Path) -> str | None:
     """Return the digest in a file of the cache, or None if there is no usable one."""
     with suppress(OSError):
         text = cache_path.read_text("ascii", "replace")
-        digest = text[:DIGEST_LETTERS]
-        # A text of an older version, or one that was damaged, is not equal.
-        if text == _cache_text(cache_path.name, digest):
+        # An entry of an older version has no checksum, and is not used either.
+        digest, _, checksum = text.removesuffix("\n").partition(" ")
+        if compare_text(_checked_text(cache_path.name, digest), checksum) is Match.SAME:
             return digest
     return None
 
@@ -200,8 +200,13 @@ def _cache_text(key: str, digest: str) -> str:
         key: The name of the file, which stands for the path and the state of the hashed file.
         digest: The digest of the hashed file.
     """
-    checksum = hashlib.sha256(f"{key} {digest}".encode()).hexdigest()
+    checksum = hashlib.sha256(_checked_text(key, digest)).hexdigest()
     return f"{digest} {checksum}\n"
+
+
+def _checked_text(key: str, digest: str) -> bytes:
+    """Return the text that the checksum in a file of the cache covers; see `_cache_text`."""
+    return f"{key} {digest}".encode()
 
 
 def digest_of(path: Path) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 from pydantic import ValidationError
 
 from virnuc_core.allowed_paths import require_allowed
+from virnuc_core.checked_files import Match, compare_text
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.lease import lease
 from virnuc_core.report.model import (
@@ -276,7 +277,7 @@ def _checked_values(line: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     recorded = values.pop(CHECKSUM, None)  # lines of older versions have none
-    if recorded is not None and recorded != _checksum(values):
+    if compare_text(_checked_text(values), recorded) is Match.CHANGED:
         raise ValueError("it was changed after it was written")
     return values
 
@@ -300,7 +301,8 @@ def _line_of(content: HistoryEntry | ApprovalLine, line_before: bytes) -> bytes:
         line_before: The text of the last line of the file; empty if there is none.
     """
     values = content.model_dump(mode="json") | {PREVIOUS: _digest_of(line_before)}
-    return json.dumps(values | {CHECKSUM: _checksum(values)}, sort_keys=True).encode()
+    checksum = hashlib.sha256(_checked_text(values)).hexdigest()
+    return json.dumps(values | {CHECKSUM: checksum}, sort_keys=True).encode()
 
 
 def _digest_of(line: bytes) -> str:
@@ -310,9 +312,9 @@ def _digest_of(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def _checksum(values: Mapping[str, object]) -> str:
-    """Return the SHA-256 of the fields of a line."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def _checked_text(values: Mapping[str, object]) -> bytes:
+    """Return the text that the checksum of a line covers: its other fields."""
+    return json.dumps(values, sort_keys=True).encode()
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
