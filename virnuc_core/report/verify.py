@@ -363,12 +363,34 @@ def _verify_history(
         lines = [line for line in history if line.same(compared, ("created", *SERIES_FIELDS))]
         if compared is file.entry:
             # A run that is judged again keeps its old line in the history, with the old verdict and
-            # the commit of the version that gave it. The report has the commit of the newest one.
-            verdict = compared.model_dump(include={"criteria_met", "regression_percent", "commit"})
-            lines = [line.model_copy(update=verdict) for line in lines]
+            # the commit of then, which is that of the run itself. The report has the newest one.
+            verdict = compared.model_dump(include={"criteria_met", "regression_percent"})
+            lines = [
+                line.model_copy(update=verdict | _newer_commit(out, report, line.commit))
+                for line in lines
+            ]
         if compared not in lines:
             label = f"{REGRESSION}: the run of {compared.created} against {path.name}"
             verification.compare(label, compared, lines[0] if lines else ABSENT)
+
+
+def _newer_commit(out: Path, report: Report, commit: str) -> dict[str, str]:
+    """Return the commit of a report, if the history has that of its run for a good reason.
+
+    Args:
+        out: The validation's directory.
+        report: The report.
+        commit: The commit of virnuc in the line of the history.
+
+    Returns:
+        The field `commit` for the line, or nothing if the line must have the commit that it has.
+    """
+    if report.run is None or not path_exists(RunDir(out / report.run.name).record):
+        return {}
+    run_record = read(RunDir(out / report.run.name).record, RunRecord)
+    if (run_record.git_commit or "unknown") != commit:
+        return {}
+    return {"commit": report.provenance.git_commit or "unknown"}
 
 
 def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comparison) -> None:

@@ -362,6 +362,19 @@ def test_a_run_that_is_judged_again_is_not_held_against_itself(
     assert verify_report(out_dir).differences == []
 
 
+def test_a_commit_in_the_history_that_made_neither_run_nor_report_is_named(
+    copied: tuple[Path, Profile],
+) -> None:
+    out_dir, profile = copied
+    history = out_dir.parent / HISTORY
+    write_report(out_dir, profile, history)
+    assert verify_report(out_dir).differences == []
+    (line,) = read_history(history)
+    history.unlink()
+    append_history(history, line.model_copy(update={"commit": "e" * 40}))  # with a valid checksum
+    assert "commit" in "".join(verify_report(out_dir).differences)
+
+
 @pytest.mark.parametrize(
     "told", [{"resumed": True}, {"n_rows": 0}], ids=["resumed", "nothing to embed"]
 )
