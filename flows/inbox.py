@@ -19,7 +19,7 @@ from virnuc_core.inbox import Ledger, Row, RowFate
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.runfiles import RunSummary
 
-SHOWN_COLUMNS = ("file", "fate", "reads", "viral", "run", "note")
+SHOWN_COLUMNS = ("file", "sample", "fate", "reads", "viral", "run", "note")
 
 
 def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
@@ -36,7 +36,7 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     preflight(settings)
     announce("inbox", settings.inbox.name)
     # The ledger keeps the fate of each file: predicted, failed, waiting and so on.
-    ledger = Ledger(settings.inbox, settings.out)
+    ledger = settings.open_ledger()
     known_failures = _failures(ledger.read_table())
 
     rows = ledger.scan(settle_s=settings.settle_s)
@@ -86,10 +86,21 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
         content.
         """
         try:
-            values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared_settings}
+            delivery = ledger.delivery_of(row)
+            path_of_file = {file: str(settings.inbox / file) for file in delivery.files}
+            values = {
+                "reads": tuple(path_of_file[file] for file in delivery.singles),
+                "mates_1": tuple(path_of_file[first] for first, _ in delivery.pairs),
+                "mates_2": tuple(path_of_file[second] for _, second in delivery.pairs),
+                "out": out,
+                **shared_settings,
+            }
             file_settings = build(PredictSettings, values)
             label = sample_name(file_settings.all_inputs)
-            summary, _ = predict_with(pool, file_settings, label, expected_sha256=row.sha256)
+            digests = {
+                path_of_file[file]: digest for file, digest in ledger.digests_of(row).items()
+            }
+            summary, _ = predict_with(pool, file_settings, label, expected_sha256=digests)
         except Exception as error:  # noqa: BLE001 - the ledger decides what the error means
             return error
         return summary

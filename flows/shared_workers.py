@@ -1,7 +1,7 @@
 """Many predictions by one loading of the weights: workers that stay up, and runs with them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from virnuc.flows.settings.predict import PredictSettings
@@ -42,7 +42,7 @@ def predict_with(
     label: str,
     *,
     n_parallel: int = 1,
-    expected_sha256: str = "",
+    expected_sha256: Mapping[str, str] | None = None,
 ) -> tuple[RunSummary, StageSummary]:
     """Make one prediction, as the `predict` flow does, with workers that are already there.
 
@@ -53,7 +53,7 @@ def predict_with(
         settings: The settings of the prediction.
         label: The name of the sample.
         n_parallel: How many predictions are made at a time. They share the cores for staging.
-        expected_sha256: The content that the file of reads must have; empty accepts any.
+        expected_sha256: The content that each file of reads must have; None accepts any.
 
     Returns:
         The summaries of the run and of its staging.
@@ -78,15 +78,17 @@ def predict_with(
     return summary, staging
 
 
-def _require_content(staging: StageSummary, expected_sha256: str) -> None:
-    """Raise an error if the staged file has another content than it had in the inbox.
+def _require_content(staging: StageSummary, expected_sha256: Mapping[str, str]) -> None:
+    """Raise an error if a staged file has another content than it had in the inbox.
 
     Args:
-        staging: The summary of the staging of a single file.
-        expected_sha256: The digest that the file had when the inbox was looked through.
+        staging: The summary of the staging.
+        expected_sha256: The digest that each file had when the inbox was looked through.
     """
-    content = staging.by_file[0].content  # None if its digest is not known
-    if content and content.sha256 != expected_sha256:
-        raise VirnucError(
-            f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is"
-        )
+    for file in staging.by_file:
+        content = file.content  # None if its digest is not known
+        expected = expected_sha256.get(file.file, "")
+        if content and expected and content.sha256 != expected:
+            raise VirnucError(
+                f"{file.file}: was replaced before it was read; the next run takes it as it is"
+            )

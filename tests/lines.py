@@ -47,7 +47,7 @@ LAYERS = (
     ),
     ("reads", "encoders", "telemetry"),
     ("engine", "consensus"),
-    ("baseline", "inbox", "pipeline", "results", "tools", "training", "validation"),
+    ("baseline", "deliveries", "inbox", "pipeline", "results", "tools", "training", "validation"),
     ("report",),
 )
 LEVELS = {f"virnuc_core.{name}": level for level, names in enumerate(LAYERS) for name in names}

@@ -3,10 +3,15 @@
     OUT/fates/<sha256>.json   the fate of a content, or how often it was tried without one
     OUT/claims/<sha256>.N     the lease of the run that works on it
     OUT/runs/<sha256:16>/     the run directory of that content
+    OUT/<sample>              a link to the run directory of a sample
     OUT/inbox.tsv             a row for each file, written anew from the above
 
 Files are told apart by content. A renamed or copied file is therefore not predicted again, and a
 name that is used again for another content is.
+
+Files that belong together (mates, lanes, the files of a sample sheet) are one delivery, see
+`deliveries`. It is treated like one file: its digest is made of those of its files, and its first
+file stands for it in the table. The other files are `joined`.
 
 A file that fails does not delay the others. An attempt is counted before it begins, so an attempt
 that kills this process is counted, too. After `MAX_ATTEMPTS` attempts a file has failed, with the
@@ -15,12 +20,14 @@ reason of the last attempt.
 
 import hashlib
 import logging
+import math
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -29,7 +36,15 @@ from pydantic import model_validator
 
 from virnuc_core import errors
 from virnuc_core.allowed_paths import require_allowed
+from virnuc_core.deliveries import (
+    SHEET_SUFFIXES,
+    Delivery,
+    InboxFiles,
+    group_files,
+    link_names,
+)
 from virnuc_core.lease import lease, require_directory
+from virnuc_core.reads.file_names import ENDINGS
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 from virnuc_core.safe_files import open_file, open_to_write
@@ -44,10 +59,26 @@ from virnuc_core.system_errors import (
     unreadable_error,
 )
 
-RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
+RowFate = Literal[
+    "predicted",
+    "failed",
+    "duplicate",
+    "arriving",
+    "busy",
+    "waiting",
+    "gone",
+    "joined",
+    "ignored",
+]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may change these
+_PARTS: Final = ("joined", "ignored", "arriving")  # files that are no delivery by themselves
 DUPLICATE_NOTE: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
+# Files at the top of a run folder of a sequencer, from the start of the run or at its end.
+RUN_FOLDER_SIGNS: Final = ("RunInfo.xml", "RunParameters.xml", "runParameters.xml")
+COMPLETION_FILES: Final = ("RTAComplete.txt", "CopyComplete.txt", "*.done")
+# A file named as one mate waits for the other mate so many times as long as it takes to settle.
+_MATE_PATIENCE: Final = 10
 MAX_ATTEMPTS: Final = 3  # with a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
 RUN_NAME_LENGTH: Final = 16  # characters of the SHA-256
@@ -67,6 +98,13 @@ class Row(RunFile):
     reads: str = ""
     viral: str = ""
     note: str = ""
+    sample: str = ""  # also the name of the link to the run directory, once it is predicted
+    delivery: str = ""  # digest of the delivery, if the file is one of several
+
+    @property
+    def key(self) -> str:
+        """Return the digest under which the fate is recorded: of the delivery, or of the file."""
+        return self.delivery or self.sha256
 
     def changed(self, **columns: Any) -> Self:
         """Return the row with some columns changed."""
@@ -84,7 +122,9 @@ class Fate(Row):
 
     def with_seal(self) -> Self:
         """Return the fate with its seal, a digest of all other fields."""
-        body = self.model_dump_json(exclude={"seal"})
+        # Fates of older versions have no sample and no delivery, and were sealed without them.
+        absent = {name for name in ("sample", "delivery") if not getattr(self, name)}
+        body = self.model_dump_json(exclude={"seal", *absent})
         digest = hashlib.blake2b(body.encode(), digest_size=SEAL_BYTES)
         return self.changed(seal=digest.hexdigest())
 
@@ -96,6 +136,16 @@ class Fate(Row):
         return self
 
 
+def _is_input(path: Path) -> bool:
+    """Return True if a file is called as reads or sample sheets are."""
+    match = ENDINGS.search(path.name)
+    is_called_reads = match is not None and bool(match[1])
+    return is_called_reads or path.name.lower().endswith(SHEET_SUFFIXES)
+
+
+# How a sub-folder is treated: `plain` files settle one by one, `awaited` ones wait for the
+# completion file of the folder, and those of a `complete` folder are taken at once.
+_FolderState = Literal["plain", "awaited", "complete"]
 Outcome = RunSummary | Exception
 Predict = Callable[[Row, Path], Outcome]  # takes the row and its run directory
 
@@ -112,12 +162,23 @@ class _FileState:
 class Ledger:
     """Reads and writes the fates of an inbox."""
 
-    def __init__(self, inbox: Path, out: Path) -> None:
+    def __init__(
+        self,
+        inbox: Path,
+        out: Path,
+        *,
+        join_mates: bool = True,
+        completion: Sequence[str] = (),
+    ) -> None:
         """Open the ledger of an inbox.
 
         Args:
             inbox: The folder of new files.
             out: The directory of the results.
+            join_mates: Files of mates are pairs.
+            completion: Names of files (with `*`) that appear in a sub-folder when it is complete.
+                With them, no file of a sub-folder is taken before. Without them, the usual names
+                are used, and only run folders of a sequencer are waited for.
 
         Raises:
             InputError: There is no such folder.
@@ -134,6 +195,10 @@ class Ledger:
         self.inbox = inbox
         self.out = out
         self.table = out / "inbox.tsv"
+        self._join_mates = join_mates
+        self._completion = tuple(completion)
+        self._deliveries: dict[str, Delivery] = {}  # by the first file; see `scan`
+        self._digests: dict[str, dict[str, str]] = {}  # by the first file of a delivery
         self._is_table_written = False  # by this object; then the directory is there
 
     # --- Files ------------------------------------------------------------------------------------
@@ -164,12 +229,94 @@ class Ledger:
             if row.sha256
         }
         rows: list[Row] = []
+        states: dict[str, _FolderState] = {}  # by name of the sub-folder
         for path in self._candidate_paths(rows):
-            row = self._describe_file(path, known_digests, settled_before_s=now_s - settle_s)
+            top_folder = path.relative_to(self.inbox).parts[0]
+            if top_folder not in states:
+                states[top_folder] = self._find_folder_state(self.inbox / top_folder)
+            state = states[top_folder]
+            if state != "plain" and not _is_input(path):
+                continue  # the other files of a run folder are the sequencer's
+            settled_before_s = now_s - settle_s
+            if state == "complete":
+                settled_before_s = math.inf
+            elif state == "awaited":
+                settled_before_s = -math.inf
+            row = self._describe_file(path, known_digests, settled_before_s)
+            if row is not None and state == "awaited":
+                row = row.changed(note=f"{top_folder} is not complete")
             if row is not None:
                 rows.append(row)
         rows.sort(key=lambda row: (row.mtime_ns, row.file))
+        rows = self._join_deliveries(rows, young_after_s=now_s - _MATE_PATIENCE * settle_s)
         return _mark_duplicates(rows)
+
+    def _find_folder_state(self, folder: Path) -> _FolderState:
+        """Return whether a sub-folder is a delivery of its own, and whether it is complete."""
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except OSError as error:
+            # Mostly it is a file. Of a folder that cannot be listed now, nothing is known.
+            return "awaited" if classify(error) is ErrorKind.TRANSIENT else "plain"
+        patterns = self._completion or COMPLETION_FILES
+        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return "complete"
+        if self._completion or any(name in RUN_FOLDER_SIGNS for name in names):
+            return "awaited"
+        return "plain"
+
+    def _join_deliveries(self, rows: list[Row], young_after_s: float) -> list[Row]:
+        """Join the rows of files that are predicted together, and keep the deliveries.
+
+        Args:
+            rows: One row for each file.
+            young_after_s: A file that was changed later may have its mate on the way.
+
+        Returns:
+            The rows in the same order. The first file of each delivery has the fate of the
+            delivery, and the others are `joined`.
+        """
+        row_of_file = {row.file: row for row in rows}
+        files = InboxFiles(
+            inbox=self.inbox,
+            complete=tuple(row.file for row in rows if row.sha256),
+            arriving=frozenset(row.file for row in rows if row.fate == "arriving"),
+            young=frozenset(row.file for row in rows if row.mtime_ns > young_after_s * 1e9),
+        )
+        grouping = group_files(files, join_mates=self._join_mates)
+        self._deliveries = {delivery.files[0]: delivery for delivery in grouping.deliveries}
+        for file, reason in grouping.failed.items():
+            row_of_file[file] = row_of_file[file].changed(fate="failed", note=reason)
+        for file, reason in grouping.ignored.items():
+            row_of_file[file] = row_of_file[file].changed(fate="ignored", note=reason)
+        for file, reason in grouping.held.items():
+            row_of_file[file] = row_of_file[file].changed(fate="arriving", note=reason)
+        digests = {row.file: row.sha256 for row in rows}
+        for first_file, delivery in self._deliveries.items():
+            first_row = row_of_file[first_file].changed(sample=delivery.sample)
+            if len(delivery.files) > 1:
+                key = delivery.key(digests)
+                # What is recorded of the content of the first file alone does not count here.
+                first_row = first_row.changed(
+                    delivery=key, fate="waiting", run="", reads="", viral="", note=""
+                )
+                first_row = self._with_fate(first_row)
+                for file in delivery.files[1:]:
+                    row_of_file[file] = row_of_file[file].changed(
+                        fate="joined",
+                        delivery=key,
+                        sample=first_row.sample,
+                        run=first_row.run,
+                        reads="",
+                        viral="",
+                        note=f"read together with {first_file}",
+                    )
+            row_of_file[first_file] = first_row
+        return [row_of_file[row.file] for row in rows]
+
+    def delivery_of(self, row: Row) -> Delivery:
+        """Return the files that are predicted with the file of a row, as the last scan found."""
+        return self._deliveries.get(row.file, Delivery(row.sample, singles=(row.file,)))
 
     def _candidate_paths(self, rows: list[Row]) -> Iterator[Path]:
         """Yield the files in the inbox and its sub-folders.
@@ -206,6 +353,10 @@ class Ledger:
                     pending.append(path)
                 elif path.suffix not in SKIPPED_SUFFIXES:
                     yield path
+
+    def digests_of(self, row: Row) -> dict[str, str]:
+        """Return the SHA-256 of each file of a delivery at the begin of the current attempt."""
+        return self._digests.get(row.file, {row.file: row.sha256})
 
     def _describe_unlisted_folder(self, folder: Path, error: OSError) -> Row:
         """Return the row of a sub-folder whose files are not known, with the error as a note."""
@@ -295,16 +446,24 @@ class Ledger:
         self._require_directory()
         # The file may have been replaced since its digest was computed. If it is absent, or this
         # user may not read it, `predict` reports that.
+        delivery = self.delivery_of(row)
         try:
-            row = row.changed(sha256=sha256_of(self.inbox / row.file))
+            digests = {file: sha256_of(self.inbox / file) for file in delivery.files}
+            row = row.changed(sha256=digests[row.file])
+            if row.delivery and delivery.key(digests) != row.delivery:
+                return row.changed(
+                    fate="arriving", note="a file was replaced; the next run takes it"
+                )
         except OSError as error:
             if _may_pass(error):
                 return row.changed(sha256="", fate="waiting", note=_unreadable_note(error))
-        with self.claim(row.sha256) as owner:
+            digests = {}  # `predict` reports what is wrong
+        self._digests[row.file] = digests
+        with self.claim(row.key) as owner:
             if owner:
                 return row.changed(fate="busy", note="another run predicts it")
-            _remove_partial_files(self._fate_file(row.sha256))
-            earlier = self.read_fate(row.sha256)
+            _remove_partial_files(self._fate_file(row.key))
+            earlier = self.read_fate(row.key)
             if earlier is None or earlier.fate == "waiting":
                 return self._attempt_claimed(row, predict, earlier)
             if earlier.fate == "failed" and retry_failed:
@@ -328,7 +487,7 @@ class Ledger:
         fate_if_unexplained: RowFate = "waiting"
         if number >= MAX_ATTEMPTS:
             fate_if_unexplained = "failed"
-        run = f"runs/{row.sha256[:RUN_NAME_LENGTH]}"
+        run = f"runs/{row.key[:RUN_NAME_LENGTH]}"
         columns = dict(row) | {"run": run, "attempts": number, "note": ""}
         begun = Fate(**columns)  # all columns of the fate that are known before the outcome
         # This is the fate that remains if the attempt kills the process.
@@ -339,16 +498,19 @@ class Ledger:
                 raise outcome
         except BaseException:
             self._require_directory()
-            self._undo_attempt(row.sha256, earlier)
+            self._undo_attempt(row.key, earlier)
             raise
         self._require_directory()
 
         if isinstance(outcome, RunSummary):
             n_reads, n_viral = str(outcome.n_reads), str(outcome.fates["viral"])
-            self.write_fate(begun.changed(fate="predicted", reads=n_reads, viral=n_viral))
+            sample = self._link_sample(row.sample, row.key, run)
+            self.write_fate(
+                begun.changed(fate="predicted", reads=n_reads, viral=n_viral, sample=sample)
+            )
         elif isinstance(outcome, errors.RunMismatchError):
             # The run directory has a run with other settings. That is not a fault of the file.
-            self._undo_attempt(row.sha256, earlier)
+            self._undo_attempt(row.key, earlier)
             row = row.changed(note=str(outcome))
         else:
             # The input is to blame, or nobody knows what is. Only in the second case is another
@@ -359,6 +521,30 @@ class Ledger:
                 fate = "failed"
             self.write_fate(begun.changed(fate=fate, note=_describe_error(outcome)))
         return self._with_fate(row)
+
+    def _link_sample(self, sample: str, key: str, run: str) -> str:
+        """Make the link `OUT/<sample>` to a run directory, and return its name.
+
+        A name that another delivery has is left to it: this one gets a part of its digest added.
+
+        Args:
+            sample: The name of the sample; empty for a file that was not grouped.
+            key: The digest of the delivery.
+            run: The run directory, relative to the directory of the results.
+        """
+        names = list(link_names(sample or key[:RUN_NAME_LENGTH], key))
+        for name in names:
+            link = self.out / name
+            try:
+                link.symlink_to(run, target_is_directory=True)
+            except FileExistsError:
+                if link.is_symlink() and str(link.readlink()) == run:
+                    return name
+                continue
+            except OSError as error:  # a file system without links: the table has the directory
+                log.warning("%s: no link can be made (%s)", link, describe_system_error(error))
+            return name
+        return names[-1]
 
     def _undo_attempt(self, sha256: str, earlier: Fate | None) -> None:
         """Restore the recorded fate to what it was before an attempt that does not count."""
@@ -375,7 +561,7 @@ class Ledger:
 
     def write_fate(self, fate: Fate) -> None:
         """Write the file with the fate of a content, sealed with a digest."""
-        write(self._fate_file(fate.sha256), fate.with_seal())
+        write(self._fate_file(fate.key), fate.with_seal())
 
     def _fate_file(self, sha256: str) -> Path:
         """Return the file with the fate of a content."""
@@ -400,7 +586,7 @@ class Ledger:
         """
         if row.sha256 == "":
             return row
-        fate = self.read_fate(row.sha256)
+        fate = self.read_fate(row.key)
         if fate is None:
             return row
         if fate.fate == "waiting":
@@ -410,7 +596,7 @@ class Ledger:
             note = f"attempt {fate.attempts} of {MAX_ATTEMPTS}: {fate.note}"
             return row.changed(fate="waiting", note=note)
         columns = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
-        row = row.changed(**columns)
+        row = row.changed(**columns, sample=fate.sample or row.sample)
         if fate.file != row.file:  # the content was predicted from another file
             row = row.changed(fate="duplicate", note=DUPLICATE_NOTE.format(fate.file))
         return row
@@ -513,12 +699,12 @@ def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         # A row without a note has the fate that was recorded for this very file.
         is_original = row.fate == "waiting" or row.note == ""
-        if row.sha256 and is_original:
-            original_files.setdefault(row.sha256, row.file)
+        if row.sha256 and is_original and row.fate not in _PARTS:
+            original_files.setdefault(row.key, row.file)
     marked = []
     for row in rows:
-        original = original_files.get(row.sha256, row.file)
-        if original == row.file:
+        original = original_files.get(row.key, row.file)
+        if original == row.file or row.fate in _PARTS:
             marked.append(row)
         else:
             note = DUPLICATE_NOTE.format(original)

@@ -1,11 +1,15 @@
 """What `predict-inbox` takes."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc_core.config import VerdictSpec
+
+if TYPE_CHECKING:
+    from virnuc_core.inbox import Ledger
 
 
 class InboxSettings(VerdictSpec, FlowSettings):
@@ -16,9 +20,18 @@ class InboxSettings(VerdictSpec, FlowSettings):
         description="results: one run directory per content, and inbox.tsv with each file's fate"
     )
     interleaved: bool = Field(False, description="mates follow each other in every file")
-    pairs: bool = Field(True, description="mates that follow each other in a BAM file are pairs")
+    pairs: bool = Field(
+        True,
+        description="judge mates together: of files called as mates are, and of a BAM file "
+        "in which mates follow each other",
+    )
     settle_s: float = Field(
         60.0, ge=0, description="a file changed within this many seconds may still be arriving"
+    )
+    completion: tuple[str, ...] = Field(
+        (),
+        description="files that appear in a sub-folder when it is complete (such as '*.done'); "
+        "no file of a sub-folder is taken before",
     )
     retry_failed: bool = Field(False, description="predict again what failed before")
 
@@ -29,6 +42,16 @@ class InboxSettings(VerdictSpec, FlowSettings):
             InputError: There is no such folder.
             ConfigError: The results would lie inside the inbox.
         """
-        from virnuc_core.inbox import Ledger
+        self.open_ledger()  # raises these errors
 
-        Ledger(self.inbox, self.out)  # raises these errors
+    def open_ledger(self) -> "Ledger":
+        """Return the ledger of the inbox, which finds its files and keeps their fates.
+
+        Raises:
+            InputError: There is no such folder.
+            ConfigError: The results would lie inside the inbox.
+        """
+        from virnuc_core.inbox import Ledger  # few commands need it
+
+        join_mates = self.pairs and not self.interleaved
+        return Ledger(self.inbox, self.out, join_mates=join_mates, completion=self.completion)

@@ -224,6 +224,41 @@ def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it
     assert not RunDir(out_dir / "runs" / predicted[0][:16]).shards.exists()
 
 
+def test_mates_and_lanes_in_an_inbox_are_predicted_as_one_sample(
+    tmp_path: Path, models: Path, reads: Path
+) -> None:
+    inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
+    inbox.mkdir()
+    lines = gzip.decompress(reads.read_bytes()).decode().splitlines(keepends=True)
+    for lane in (1, 2):
+        text = "".join(lines[(lane - 1) * 80 : lane * 80])
+        for mate in (1, 2):
+            (inbox / f"P7_S1_L00{lane}_R{mate}_001.fastq").write_text(text)
+    (inbox / "ntc_R1.fq.gz").write_bytes(gzip.compress(b""))
+    (inbox / "ntc_R2.fq.gz").write_bytes(gzip.compress(b""))
+    arguments = {
+        "inbox": inbox,
+        "out": out_dir,
+        "models": models,
+        "devices": "cpu:1",
+        "settle_s": 0,
+    }
+    state = predict_inbox(**arguments, return_state=True)
+    assert state.message == "4 joined, 2 predicted"
+    assert documented(out_dir / "inbox.tsv") == 6
+    rows = {row.file: row for row in Ledger(inbox, out_dir).read_table()}
+    assert rows["P7_S1_L001_R1_001.fastq"].reads == "80"
+    assert rows["ntc_R1.fq.gz"].reads == "0"
+    record = read_record(RunDir(out_dir / "P7_S1"))
+    assert record.pairs is not None
+    assert [Path(file).name for pair in record.pairs for file in pair] == [
+        f"P7_S1_L00{lane}_R{mate}_001.fastq" for lane in (1, 2) for mate in (1, 2)
+    ]
+    assert all((out_dir / "P7_S1" / name).is_file() for name in RESULTS)
+    assert len((out_dir / "ntc" / "pairs.tsv").read_text().splitlines()) == 1, "a header"
+    assert predict_inbox(**arguments, return_state=True).name == "Reused"
+
+
 @pytest.mark.slow
 def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     tmp_path: Path, models: Path, few_reads: Path

@@ -24,7 +24,7 @@ from virnuc_core.engine.node import Node
 from virnuc_core.engine.remote_node import _files_of_models
 from virnuc_core.inbox import Ledger
 from virnuc_core.reads.alignments import _may_be_opened
-from virnuc_core.reads.samples import _resolve
+from virnuc_core.reads.sample_sheet import _resolve
 from virnuc_core.reads.sources import find_inputs
 from virnuc_core.report.build import approval_state
 from virnuc_core.report.raw_files import RawFolder, run_names

@@ -101,7 +101,14 @@ def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, 
             reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
     names = find_mates(files_without_flags)
     for pair in names.pairs:
-        problem = _find_problem_of_pair(spec, pair)
+        if pair.first in spec.reads or pair.second in spec.reads:
+            # Files that the user named one by one are taken as they are named.
+            problem = (
+                "seem to hold pairs; each read is judged by itself, -1 and -2 before the files "
+                "judge pairs"
+            )
+        else:
+            problem = find_problem_of_pair(pair)
         if not problem:
             reasons[pair.first, pair.second] = BY_NAME
         else:
@@ -124,21 +131,14 @@ def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
     return bool(follow)
 
 
-def _find_problem_of_pair(spec: ReadsSpec, pair: NamedPair) -> str:
+def find_problem_of_pair(pair: NamedPair) -> str:
     """Return why two files that are mates by their names are not joined; empty if they are.
 
     As a side effect, the beginning of both files is read.
 
     Args:
-        spec: The inputs as the user named them.
         pair: The files.
     """
-    if pair.first in spec.reads or pair.second in spec.reads:
-        # Files that the user named one by one are taken as they are named.
-        return (
-            "seem to hold pairs; each read is judged by itself, -1 and -2 before the files "
-            "judge pairs"
-        )
     first, second = _read_beginning(pair.first), _read_beginning(pair.second)
     if first.is_fasta or second.is_fasta:
         return (

@@ -100,7 +100,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     try:
         columns = _find_columns(path, text_lines)
         for line in _parse_lines(text_lines, columns):
-            lane = tuple(_resolve(path, cell, line) for cell in line.files)
+            lane = _resolve_cells(path, line)
             problem = line.problem or _find_problem(line, lane, columns)
             problem = problem or _find_repeated_file(path, line, lane, line_of_file)
             if problem:
@@ -353,24 +353,33 @@ def find_name_problem(sample: str) -> str:
     return ""
 
 
-def _resolve(sheet: Path, name: str, line: _SheetLine) -> str:
+def _resolve_cells(sheet: Path, line: _SheetLine) -> Lane:
+    """Return the paths and addresses of the files of a line.
+
+    Raises:
+        InputError: A cell names an address that has to be fetched first (`s3://`). The message has
+            the line.
+    """
+    try:
+        return tuple(_resolve(sheet, cell) for cell in line.files)
+    except InputError as error:
+        raise InputError(
+            f"sample '{join_first([line.sample])}': {error}", file=sheet, line=line.number
+        ) from error
+
+
+def _resolve(sheet: Path, name: str) -> str:
     """Return the path, or the address without its query, that a cell of a sheet names.
 
     Args:
         sheet: The sheet. A relative path is also searched in its folder.
         name: The text of the cell.
-        line: The line of the cell, for the error.
 
     Raises:
-        InputError: The cell names an address that has to be fetched first (`s3://`).
+        InputError: The cell names an address that has to be fetched first.
         UnreadableError: It is not known which of the two paths exists.
     """
-    try:
-        name = expand_input(name)
-    except InputError as error:
-        raise InputError(
-            f"sample '{join_first([line.sample])}': {error}", file=sheet, line=line.number
-        ) from error
+    name = expand_input(name)
     path_beside_sheet = str(sheet.parent / name)
     if is_remote(name) or target_exists(Path(name)):
         return redact_url(name)
