@@ -25,6 +25,7 @@ from PIL import Image
 
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.profiles import QUESTIONS
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 playwright = pytest.importorskip(
@@ -184,6 +185,14 @@ def fill(page: Any, name: str, text: str) -> None:
     field(page, name).locator("textarea, input").first.fill(text)
 
 
+def choose_first(page: Any, name: str, word: str) -> None:
+    """Choose the first word of a list."""
+    field(page, name).locator(".p-select-button__control").focus()
+    page.keyboard.press("ArrowDown")  # opens the choice on its first word
+    page.locator(".p-select-option--highlighted", has_text=word).first.wait_for()
+    page.keyboard.press("Enter")
+
+
 def shot(page: Any, name: str) -> None:
     page.wait_for_timeout(1500)
     page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
@@ -271,11 +280,13 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     shot(page, "3-approval-form")
     page.get_by_text("Are all criteria met").first.wait_for()
     assert page.get_by_text("1 of 1 asked criteria met").last.is_visible()
-    field(page, "The decision").locator(".p-select-button__control").focus()
-    page.keyboard.press("ArrowDown")  # opens the choice on its first word
-    page.locator(".p-select-option--highlighted", has_text="approved").first.wait_for()
-    page.keyboard.press("Enter")
+    choose_first(page, "The decision", "approved")
     fill(page, "Who decides", "Ada")
+    page.get_by_role("button", name="Submit").last.click()
+    page.wait_for_timeout(2000)  # an approval with open questions is refused
+    assert server.wait(deployment, "Paused")["id"] == run["id"]
+    for question in QUESTIONS.values():
+        choose_first(page, str(question), "yes")
     page.get_by_role("button", name="Submit").last.click()
     run = server.wait(deployment, "Completed", "Failed")
     assert run["state"]["message"].startswith("1 of 1 asked criteria met")

@@ -16,6 +16,9 @@ from virnuc_core.encoder_names import DNA, NAMES, PROTEIN
 from virnuc_core.report.model import Bottleneck, EncoderMetrics, RunMetrics
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES, START_UP
 
+UNKNOWN_LOSS: Final = "unknown"  # nothing was measured that tells where the time went
+# Kinds of loss that settings may lessen: those with values to try in `flows/settings/tune.py`
+TUNABLE_LOSSES: Final = frozenset({"loader", "packing", "GPU compute", "commits"})
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
 MIN_RELEVANT_SHARE: Final = 0.05  # of the whole time; a smaller loss is not worth a person's time
@@ -204,7 +207,7 @@ def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
         why.
     """
     if run is None or not run.total_s:
-        return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
+        return (Bottleneck(kind=UNKNOWN_LOSS, detail="no run was timed", advice="run validate"),)
     seconds_of_row = {row: seconds for row, seconds in run.stages.items() if seconds}
     losses = list(_losses_of_computing(run, seconds_of_row))
     losses += [_loss_of_class(loss_class, seconds_of_row) for loss_class in LOSS_CLASSES]
@@ -224,7 +227,7 @@ def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
             ranked.append(bottleneck)
     if not ranked:
         advice = "look at the log of the run"
-        return (Bottleneck(kind="unknown", detail="no stage was measured", advice=advice),)
+        return (Bottleneck(kind=UNKNOWN_LOSS, detail="no stage was measured", advice=advice),)
     return tuple(ranked)
 
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from virnuc_core.config import Switch
 from virnuc_core.encoder_names import DNA, PROTEIN
+from virnuc_core.report.bottlenecks import TUNABLE_LOSSES, UNKNOWN_LOSS
 from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
@@ -174,6 +175,9 @@ def trace_extent(tables: Sequence[TraceTable]) -> str:
     shards = "shard" if num_shards == 1 else "shards"
     devices = "device" if num_devices == 1 else "devices"
     extent = f"{num_batches} batches of {cell(num_shards)} {shards}"
+    numbers = sorted({number for table in tables for number in table.shard_numbers})
+    if numbers:
+        extent += f" (number {', '.join(str(number) for number in numbers)})"
     return f"{extent} on {num_devices} {devices} recorded"
 
 
@@ -242,8 +246,8 @@ def question_hints(report: Report) -> dict[str, str]:
     return {
         "all_criteria_met": f"**{markdown_cell(criteria_message(report))}**",
         "target_realistic": missed_targets(report),
-        "tuning_could_help": "(loader workers, token budget, prefetch)",
-        "code_fix_needed": "",
+        "tuning_could_help": f"Time that settings act on: {loss_shares(report, tunable=True)}",
+        "code_fix_needed": f"Time that no setting mends: {loss_shares(report, tunable=False)}",
         "esm2_still_bottleneck": encoder_shares(report.run),
     }
 
@@ -257,6 +261,26 @@ def missed_targets(report: Report) -> str:
     if not criteria:
         return ""
     return f"Not met: {', '.join(criteria)}"
+
+
+def loss_shares(report: Report, *, tunable: bool) -> str:
+    """Return the kinds of lost time with their shares of the whole time, in Markdown.
+
+    Args:
+        report: The report, which has the losses.
+        tunable: Return the kinds that a sweep of settings (loader workers, token budget, prefetch)
+            may lessen. If false, return all others.
+
+    Returns:
+        The kinds, the largest first, or `none known`. A share that is not known is left out.
+    """
+    kinds = []
+    for loss in report.losses or ():
+        if (loss.kind in TUNABLE_LOSSES) != tunable or loss.kind == UNKNOWN_LOSS:
+            continue
+        share = "" if loss.share is None else f" {percent(loss.share)}"
+        kinds.append(f"{loss.kind}{share}")
+    return markdown_cell(", ".join(kinds) or "none known")
 
 
 def encoder_shares(run: RunMetrics | None) -> str:

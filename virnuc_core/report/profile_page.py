@@ -65,10 +65,13 @@ def _memory_row(table: TraceTable) -> Row:
 
 def _recording(table: TraceTable) -> Recording:
     """Return the line of the page on one recording."""
-    shards = "shard" if table.shards == 1 else "shards"
+    shards = f"{table.shards:,} shards" if table.shards != 1 else "1 shard"
+    if table.shard_numbers:
+        numbers = ", ".join(str(number) for number in table.shard_numbers)
+        shards += f" (number {numbers} of the plan)"
     seconds = f"{table.window_ms / 1e3:.2f} s"
     batches = f"{table.batches} batches, {table.tokens:,} tokens"
     return Recording(
         file=table.trace or "not kept: too large",
-        amount=f"{table.shards:,} {shards}, {batches} in {seconds}",
+        amount=f"{shards}, {batches} in {seconds}",
     )

@@ -84,6 +84,7 @@ class TraceTable(RunFile):
     trace: str | None  # file name; None if it was too large to keep
     trace_bytes: int
     memory: MemoryRecord = MemoryRecord()
+    shard_numbers: tuple[int, ...] = ()  # which shards of the plan; an older version did not say
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:
@@ -172,7 +173,7 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
 class Recording:
     """What was recorded so far."""
 
-    shards: int = 0
+    shard_numbers: list[int] = field(default_factory=list)  # in the plan, of shards that ended
     batches: int = 0
     tokens: int = 0
     memory: MemoryRecord = field(default_factory=MemoryRecord)  # set when the recording ends
@@ -213,12 +214,12 @@ class _Recorder:
         """
         self._end_forward()
         # Only now has the caller launched all that belongs to the last shard.
-        if self._recording.shards >= self._spec.traced_shards:
+        if len(self._recording.shard_numbers) >= self._spec.traced_shards:
             self.finish()
         with record_function(WAIT):  # the wait is a range of the trace
             item, wait_ms = self._take()
         if isinstance(item, ShardTask):
-            self._note_shard_mark()
+            self._note_shard_mark(item)
         elif isinstance(item, Batch) and self._profiler is not None:
             self._recording.batches += 1
             self._recording.tokens += item.packed.real_tokens
@@ -249,12 +250,12 @@ class _Recorder:
             write_table(self._profiler, self._spec, self._device, self._recording)
             self._profiler = None
 
-    def _note_shard_mark(self) -> None:
-        """Count the beginning or the end of a shard; start recording after the skipped shards."""
+    def _note_shard_mark(self, shard: ShardTask) -> None:
+        """Note the beginning or the end of a shard; start recording after the skipped shards."""
         self._n_shard_marks += 1
         is_end = self._n_shard_marks % 2 == 0  # beginnings and ends alternate
         if is_end and self._profiler is not None:
-            self._recording.shards += 1
+            self._recording.shard_numbers.append(shard.shard)
         n_skipped_marks = 2 * self._spec.skip
         if self._n_shard_marks == n_skipped_marks + 1:
             self._start()
@@ -293,7 +294,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
         profiler: The stopped profiler.
         spec: How much to keep, and the folder.
         device: The device that was recorded.
-        recording: How many shards, batches and tokens were recorded.
+        recording: Which shards, and how many batches and tokens, were recorded.
     """
     name_format = TENSORBOARD_TRACE if spec.tensorboard else TRACE
     trace_path = Path(spec.folder, name_format.format(device.id))
@@ -308,7 +309,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
     table = TraceTable(
         device=device.id,
         kind=device.kind,
-        shards=recording.shards,
+        shards=len(recording.shard_numbers),
         batches=recording.batches,
         tokens=recording.tokens,
         window_ms=_window_ms(profiler),
@@ -317,6 +318,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
         trace=trace_path.name if is_kept else None,
         trace_bytes=n_bytes,
         memory=recording.memory,
+        shard_numbers=tuple(recording.shard_numbers),
     )
     write(trace_path.with_name(TABLE.format(device.id)), table)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from virnuc.flows.settings.tune import KNOBS
 from virnuc_core.profiles import QUESTIONS, Target, load_profile
 from virnuc_core.report import messages
-from virnuc_core.report.model import Criterion, Report, RunMetrics
+from virnuc_core.report.bottlenecks import TUNABLE_LOSSES
+from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
 from virnuc_core.training.splits import Examples
 from virnuc_core.validation import (
@@ -235,4 +237,19 @@ def test_the_reviewer_sees_missed_targets() -> None:
 
 
 def test_every_question_to_the_reviewer_has_a_hint() -> None:
-    assert set(messages.question_hints(report(run=None))) == set(QUESTIONS)
+    hints = messages.question_hints(report(run=None, losses=()))
+    assert set(hints) == set(QUESTIONS)
+    hints.pop("target_realistic")  # without a missed target there is nothing to say
+    assert all(hints.values())
+
+
+def test_the_reviewer_sees_what_settings_mend_and_what_they_do_not() -> None:
+    losses = (
+        Bottleneck(kind="start-up", detail="", advice="", share=0.4),
+        Bottleneck(kind="packing", detail="", advice="", share=0.03),
+        Bottleneck(kind="commits", detail="", advice=""),
+    )
+    hints = messages.question_hints(report(run=None, losses=losses))
+    assert hints["tuning_could_help"] == "Time that settings act on: packing 3.0 %, commits"
+    assert hints["code_fix_needed"] == "Time that no setting mends: start-up 40.0 %"
+    assert frozenset(KNOBS) == TUNABLE_LOSSES, "a sweep has values to try against each of them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.report.messages import profile_message
+from virnuc_core.report.messages import profile_message, trace_extent
 from virnuc_core.report.model import Bottleneck
 from virnuc_core.report.profile_page import profile_markdown
 from virnuc_core.report.views.tools import (
@@ -42,6 +42,19 @@ def recording(kind: str = "cuda", **changes: object) -> TraceTable:
         trace_bytes=1 << 20,
     )
     return base.model_copy(update=changes)
+
+
+def test_the_page_and_the_message_say_which_shards_were_recorded() -> None:
+    tables = (recording(shard_numbers=(7,)), recording(device="GPU-2", shard_numbers=(3,)))
+    assert "12 batches, 12,345 tokens" in profile_markdown(
+        tables, stages=(), marks=(), operations=()
+    )
+    page = profile_markdown(tables, stages=(), marks=(), operations=())
+    assert "1 shard (number 7 of the plan)" in page
+    assert "1 shard (number 3 of the plan)" in page
+    assert trace_extent(tables) == "24 batches of 2 shards (number 3, 7) on 2 devices recorded"
+    older = recording()  # an older version did not say which
+    assert trace_extent((older,)) == "12 batches of 1 shard on 1 device recorded"
 
 
 def test_a_stage_counts_the_time_of_the_device_and_a_wait_that_of_the_host() -> None:
