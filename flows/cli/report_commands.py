@@ -93,7 +93,7 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
 
 
 def history(file: Path, /, *, profile: str | None = None) -> int:
-    """List past validations, oldest first; exit code 5 when the newest is a regression.
+    """List past validations and answers of reviewers; exit code 5 when the newest is a regression.
 
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
@@ -114,8 +114,32 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     header = list(rows[0])
     cells = [[cell(value) for value in row.values()] for row in rows]
     show_table(header, cells)
+    _show_answers(file, profile)
     newest = regression(entries, entries[-1])
     return REGRESSION if newest.verdict == "fail" else 0
+
+
+def _show_answers(file: Path, profile: str | None) -> None:
+    """Print a table of all answers of reviewers in a history, oldest first. Without any, nothing.
+
+    Args:
+        file: The history.
+        profile: Only answers on runs of this profile. None: all.
+    """
+    from virnuc_core.report.regression import read_approvals
+    from virnuc_core.report.text import cell
+
+    rows = []
+    for line in read_approvals(file):
+        if profile is not None and line.profile != profile:
+            continue
+        answer = line.approval
+        remarks = [*answer.note.splitlines(), *answer.contradictions]
+        row = (line.created, line.profile, answer.when, answer.verdict, answer.reviewer)
+        rows.append([*map(cell, row), "; ".join(remarks)])
+    if rows:
+        header = ("run", "profile", "answered", "verdict", "reviewer", "note, contradictions")
+        show_table(header, rows, title="Answers of reviewers")
 
 
 def profiles(name: str | None = None, /) -> None:
