@@ -222,7 +222,8 @@ def test_samples_are_predicted_and_resumed_without_prefect(
     no_prefect: Surroundings, few_reads: Path, models: Path, tmp_path: Path
 ) -> None:
     sheet = tmp_path / "samples.csv"
-    sheet.write_text(f"sample,fastq_1,fastq_2\nlung,{few_reads},\ngut,{few_reads},\n")
+    same_reads = shutil.copy(few_reads, tmp_path / "same.fastq.gz")  # a file is of one sample only
+    sheet.write_text(f"sample,fastq_1,fastq_2\nlung,{few_reads},\ngut,{same_reads},\n")
     out_dir = tmp_path / "run"
     words = ("--samples", sheet, "-o", out_dir, "--models", models)
     first = no_prefect.predict(*words)
