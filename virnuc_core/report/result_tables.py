@@ -28,7 +28,7 @@ from virnuc_core.runfiles import (
     read,
 )
 from virnuc_core.safe_files import open_file, regular_file_exists
-from virnuc_core.system_errors import is_folder, is_link, real_path
+from virnuc_core.system_errors import is_folder, is_link, list_folder, real_path
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +159,11 @@ def _identify(path: Path) -> tuple[Part, list[str]]:
 def result_files(path: Path) -> dict[Part, Path]:
     """Return the result files of a folder, or the single file that is given, by their kind.
 
+    VirNucPro and its successor write them into a folder `NAME_merged` inside their output folder.
+    That output folder can be given, too.
+
     Raises:
-        InputError: The folder has no result file.
+        InputError: The folder has no result file, or several folders with result files.
     """
     if not is_folder(path):
         # The user has named this file, so it may be a link.
@@ -168,15 +171,30 @@ def result_files(path: Path) -> dict[Part, Path]:
             path = real_path(path)
         part, _ = _identify(path)
         return {part: path}
-    run = RunDir(path)
+    files = _result_files_in(path)
+    if files:
+        return files
+    merged_folders = [folder for folder in list_folder(path, "*_merged") if is_folder(folder)]
+    files_of_folder = {folder: _result_files_in(folder) for folder in merged_folders}
+    filled_folders = [folder for folder, found in files_of_folder.items() if found]
+    if len(filled_folders) > 1:
+        names = ", ".join(folder.name for folder in filled_folders)
+        raise InputError(f"{names} all have results; give one of these folders", file=path)
+    if not filled_folders:
+        run = RunDir(path)
+        names = f"neither {run.predictions.name} nor {run.consensus.name}"
+        raise InputError(f"{names} is in this folder", file=path)
+    return files_of_folder[filled_folders[0]]
+
+
+def _result_files_in(folder: Path) -> dict[Part, Path]:
+    """Return the result files that lie in a folder itself, by their kind."""
+    run = RunDir(folder)
     files: dict[Part, Path] = {}
     if regular_file_exists(run.predictions):
         files["frames"] = run.predictions
     if regular_file_exists(run.consensus):
         files["consensus"] = run.consensus
-    if not files:
-        names = f"neither {run.predictions.name} nor {run.consensus.name}"
-        raise InputError(f"{names} is in this folder", file=path)
     return files
 
 

@@ -17,7 +17,12 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.agreement import RowPair, agreement, meets
 from virnuc_core.report.compare import compare
-from virnuc_core.report.result_tables import derive_consensus, load_results, take_results
+from virnuc_core.report.result_tables import (
+    derive_consensus,
+    load_results,
+    result_files,
+    take_results,
+)
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
 from virnuc_core.validation import BaselineSubset, BaselineSummary
@@ -479,3 +484,21 @@ def test_the_json_has_the_names_of_compare_predictions(
     names = ("match", "predictions_match", "score1_match", "score2_match", "num_sequences")
     assert [values[name] for name in names] == [False, True, False, True, 1]
     assert values["frames"]["score"]["max_diff_score1"] == values["max_diff_score1"]
+
+
+def test_the_output_folder_of_virnucpro_is_taken_as_it_is(tmp_path: Path) -> None:
+    """VirNucPro writes into `NAME_merged`; a second such folder with results is not guessed away."""
+    merged = tmp_path / "sample_merged"
+    merged.mkdir()
+    (tmp_path / "other_merged").mkdir()  # an empty one is no choice
+    with pytest.raises(InputError, match="neither prediction_results"):
+        result_files(tmp_path)
+    (merged / "prediction_results.txt").write_text("Sequence_ID\tPrediction\tscore1\tscore2\n")
+    (merged / "prediction_results_highestscore.csv").write_text("Modified_ID\tIs_Virus\n")
+    assert result_files(tmp_path) == {
+        "frames": merged / "prediction_results.txt",
+        "consensus": merged / "prediction_results_highestscore.csv",
+    }
+    (tmp_path / "other_merged" / "prediction_results.txt").write_text("x\n")
+    with pytest.raises(InputError, match="other_merged, sample_merged all have results"):
+        result_files(tmp_path)
