@@ -13,7 +13,7 @@ from virnuc.flows.measured_runs import (
 from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.scale import ScaleSettings
-from virnuc.flows.shared_steps import stage_reads_of
+from virnuc.flows.shared_steps import stage_reads_of, with_made_reads
 from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
@@ -33,6 +33,7 @@ def scale(settings: ScaleSettings) -> Outcome[ValidationResult]:
     Raises:
         VirnucError: The settings cannot be used, or a run failed.
     """
+    settings = with_made_reads(settings)
     judgement = run_steps(settings)
     report = judgement.report
     message = messages.scaling_message(report) + judgement.note

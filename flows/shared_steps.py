@@ -1,14 +1,50 @@
 """Steps that several flows take: staging the reads of a run, and publishing a prediction."""
 
+from typing import TypeVar
+
+from virnuc.flows.settings.measured import MeasureSettings
 from virnuc.flows.settings.shared import RunSettings
 from virnuc.tasks.artifacts import publish_table
+from virnuc.tasks.drawing import draw_subset, simulate_reads
 from virnuc.tasks.events import emit
 from virnuc.tasks.run_tables import fate_rows
 from virnuc.tasks.staging import stage
 from virnuc_core.pipeline import stage_spec
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
+
+MeasuredSettings = TypeVar("MeasuredSettings", bound=MeasureSettings)
+
+
+def with_made_reads(settings: MeasuredSettings) -> MeasuredSettings:
+    """Draw or simulate the reads that the settings ask for, and return settings with these reads.
+
+    The settings are returned unchanged if they ask for neither. The fields `subset` and `simulate`
+    stay, for the record of the run.
+
+    Raises:
+        VirnucError: The reads cannot be used, or the number is none.
+    """
+    run = RunDir(settings.out)
+    if settings.simulate is not None:
+        made = simulate_reads(
+            run, settings.simulate, seed=settings.reads_seed, force=settings.force
+        ).result()
+    elif settings.subset is not None:
+        (source,) = settings.reads
+        made = draw_subset(
+            run,
+            source,
+            settings.subset,
+            seed=settings.reads_seed,
+            label=sample_name((source,)),
+            force=settings.force,
+        ).result()
+    else:
+        return settings
+    return settings.model_copy(update={"reads": (str(made.path),)})
 
 
 def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:

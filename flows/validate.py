@@ -2,7 +2,7 @@
 
 `run_steps` takes the steps. Each is a module in `tasks/` (in brackets):
 
-1. stage the reads (`staging`)
+1. draw or simulate reads, if that is asked for (`drawing`), and stage the reads (`staging`)
 2. run the baseline (`baseline`)
 3. measure the ceilings of the GPUs (`ceiling`), then run on one device, on two and on all
    (`embedding`)
@@ -30,7 +30,7 @@ from virnuc.flows.measured_runs import (
 from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.validate import ValidateSettings
-from virnuc.flows.shared_steps import stage_reads_of
+from virnuc.flows.shared_steps import stage_reads_of, with_made_reads
 from virnuc.flows.tuning_rounds import tune_round
 from virnuc.tasks.baseline import measure_baseline
 from virnuc.tasks.outcome import Outcome
@@ -57,6 +57,7 @@ def validate(settings: ValidateSettings) -> Outcome[ValidationResult]:
     Raises:
         VirnucError: The settings cannot be used, or a step failed.
     """
+    settings = with_made_reads(settings)
     judgement = run_steps(settings)
     judgement = tune_and_run_again(settings, judgement)
     report = judgement.report

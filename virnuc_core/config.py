@@ -39,6 +39,16 @@ DEFAULT_MODEL_LENGTH = 500
 SMALL_BYTES = 1 << 24
 MAX_FAULTS = 5  # that one message names of a file or of settings
 INPUT_FIELDS = ("mates_1", "mates_2", "reads")  # settings that name reads
+# Numbers of synthetic reads, by the names of sizes
+SIMULATED_SIZES = {
+    "tiny": 10,
+    "small": 100,
+    "medium": 1000,
+    "large": 10000,
+    "100k": 10**5,
+    "1m": 10**6,
+    "6m": 6 * 10**6,
+}
 MAX_PROCESSES = 8  # that stage; with more, the process that unpacks is the limit
 DEFAULT_THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
@@ -304,9 +314,10 @@ class ReadsSpec(ReadingSpec):
                 f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; "
                 "name both of each pair"
             )
-        # Settings derived from these may have a field `samples`: a sheet that lists the reads.
-        samples = str(getattr(self, "samples", None) or "")
-        inputs = self.all_inputs or (samples,)
+        # Settings derived from these may have a field `samples`, a sheet that lists the reads, or
+        # `simulate`: the reads are made by the flow.
+        substitute = getattr(self, "samples", None) or getattr(self, "simulate", None)
+        inputs = self.all_inputs or (str(substitute or ""),)
         if "" in inputs:  # as a path it would be the working directory
             raise ConfigError(
                 "reads: none are named; name files or folders, or the files of pairs by -1 and -2"

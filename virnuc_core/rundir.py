@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     import h5py
 
 MARKER_FILE: Final = ".virnuc"
+DRAWN_FOLDER: Final = "drawn"  # of reads that a validation has drawn or simulated
 # Names of all files that commands write, relative to their output directory; patterns as in glob.
 SHARD_FILES: Final = (
     "shards/plan.json",
@@ -143,6 +144,10 @@ VALIDATION_FILES: Final = (
     "tuning.json",
     "checkpoint_overhead.json",
     "regression.json",
+    # reads that were drawn or simulated for a validation, with their records and labels
+    f"{DRAWN_FOLDER}/*.gz",
+    f"{DRAWN_FOLDER}/*.gz.json",
+    f"{DRAWN_FOLDER}/simulated-*.truth.tsv",
 )
 REPORT_FILES: Final = (
     "report/report.*",

@@ -10,14 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from virnuc.flows.output_folder import require_writable
 from virnuc.flows.settings.shared import LiveSettings, RunSettings
-from virnuc_core.config import ClusterSpec
+from virnuc_core.config import SIMULATED_SIZES, ClusterSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import (
     ALL_FILES,
+    DRAWN_FOLDER,
     MARKER_FILE,
     NESTED_RUNS,
     discard,
@@ -52,6 +53,39 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
         description="write each run to OUT/date (OUT/latest links to the newest), "
         "keep only the newest N",
     )
+
+    subset: int | None = Field(
+        None,
+        ge=1,
+        description="first draw this many reads of the one file given, with the lengths of all",
+    )
+    simulate: str | None = Field(
+        None,
+        description="use no reads of yours but as many synthetic ones, which are made first: "
+        f"a number, or {', '.join(SIMULATED_SIZES)}",
+        pattern=rf"^([1-9]\d{{0,9}}|{'|'.join(SIMULATED_SIZES)})$",
+    )
+    reads_seed: int = Field(0, ge=0, description="of --subset and --simulate: equal seeds, reads")
+
+    @model_validator(mode="after")
+    def _makes_reads_of_one_kind(self) -> Self:
+        """Refuse settings that say two things of where the reads come from."""
+        if self.simulate is not None and (self.subset is not None or self.all_inputs):
+            raise ConfigError("simulate: synthetic reads take the place of all reads; give none")
+        if self.subset is not None and (self.mates_1 or len(self.reads) != 1):
+            raise ConfigError(
+                "subset: is drawn of one file of single reads; name one, or use virnuc sample"
+            )
+        return self
+
+    def inputs(self) -> tuple[str, ...]:
+        """Return the user's files of reads. Reads that the flow itself has made are none of them.
+
+        Raises:
+            InputError: A file does not exist.
+        """
+        folder = (self.out / DRAWN_FOLDER).resolve()
+        return tuple(name for name in super().inputs() if Path(name).resolve().parent != folder)
 
     @property
     def newest(self) -> Path:

@@ -18,8 +18,10 @@ from prefect.states import State
 
 from tests.report_figures import disagreements, figures_of
 from virnuc.flows.cli.flow_command import exit_code
+from virnuc.flows.parameters import build
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc.flows.prefect_flows.validate import validate
+from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.tasks.artifacts import host_key
 from virnuc.tasks.background import background_thread
 from virnuc_core.encoders.convert import init_random
@@ -311,3 +313,46 @@ def test_a_validation_of_reads_without_an_open_frame_is_not_judged(
     report = state.result()
     assert (report.outcome, report.failed, exit_code(state)) == ("not judged", (), 7)
     assert not (tmp_path / "virnuc-history.jsonl").exists(), "it would be held against the next run"
+
+
+@pytest.mark.slow
+def test_subset_and_simulation_are_steps_of_a_flow(
+    tmp_path: Path, some_reads: Path, models: Path
+) -> None:
+    """Both are task runs, whose reads are validated; a second start finds them."""
+    arguments: dict[str, Any] = {"models": models, "devices": "cpu:1", "profile": "ci-smoke"}
+    sources = {
+        "subset": {"reads": [str(some_reads)], "subset": 100},
+        "simulate": {"simulate": "small"},
+    }
+    for step, source in sources.items():
+        out_dir = tmp_path / step
+        state = validate(**arguments, **source, out=out_dir, return_state=True)
+        assert state.is_completed(), state.message
+        (made_file,) = (out_dir / "drawn").glob(f"*{'subset' if step == 'subset' else 'fastq'}.gz")
+        record = json.loads((out_dir / "run.json").read_text())
+        assert record["spec"]["reads"] == [str(made_file)]
+        assert record["spec"][step] == source[step]
+        assert sum(file["reads"] for file in record["inputs"]) == 100
+        name = "draw 100 reads of some" if step == "subset" else "simulate small reads"
+        assert task_runs(state)[name].state_name == "Completed"
+        assert verify_report(out_dir).ok
+    state = validate(**arguments, **sources["subset"], out=tmp_path / "subset", return_state=True)
+    assert task_runs(state)["draw 100 reads of some"].state_name == "Reused"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"reads": ["a.fa"], "simulate": "small"}, "synthetic reads take the place"),
+        ({"reads": ["a.fa", "b.fa"], "subset": 10}, "one file of single reads"),
+        ({"mates_1": ["a.fa"], "mates_2": ["b.fa"], "subset": 10}, "one file of single reads"),
+        ({"simulate": "some"}, "simulate"),
+        ({}, "none are named"),
+    ],
+)
+def test_reads_come_from_one_place(
+    tmp_path: Path, models: Path, source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(ValidateSettings, {"out": tmp_path, "models": models, **source})

@@ -19,20 +19,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
-from virnuc_core.config import Share, Spec
+from virnuc_core.config import SIMULATED_SIZES, Share, Spec
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.sources import create_reads_file
 from virnuc_core.rundir import atomic_file, require_absent
 
-PRESETS: Final = {
-    "tiny": 10,
-    "small": 100,
-    "medium": 1000,
-    "large": 10000,
-    "100k": 10**5,
-    "1m": 10**6,
-    "6m": 6 * 10**6,
-}
 LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
@@ -47,8 +38,8 @@ _CODING_SHARE: Final = (0.35, 0.95)  # of the genome: others, virus
 class SimulateSpec(Spec):
     """The number of reads, and what they are like."""
 
-    reads: Annotated[int, BeforeValidator(lambda given: PRESETS.get(given, given))] = Field(
-        1000, ge=0, description=f"how many, or {', '.join(PRESETS)}"
+    reads: Annotated[int, BeforeValidator(lambda given: SIMULATED_SIZES.get(given, given))] = Field(
+        1000, ge=0, description=f"how many, or {', '.join(SIMULATED_SIZES)}"
     )
     read_length: int = Field(150, ge=1, le=100_000, description="bases of a read")
     viral_share: Share = Field(0.5, description="share of viral reads")

@@ -17,7 +17,7 @@ from tests.columns import documented
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.simulate import (
-    PRESETS,
+    SIMULATED_SIZES,
     TRUTH_HEADER,
     SimulateSpec,
     SimulateSummary,
@@ -108,7 +108,12 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_presets() -> None:
-    assert (PRESETS["tiny"], PRESETS["small"], PRESETS["medium"], PRESETS["large"]) == (
+    assert (
+        SIMULATED_SIZES["tiny"],
+        SIMULATED_SIZES["small"],
+        SIMULATED_SIZES["medium"],
+        SIMULATED_SIZES["large"],
+    ) == (
         10,
         100,
         1000,
