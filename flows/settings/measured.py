@@ -61,7 +61,7 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
     )
     simulate: str | None = Field(
         None,
-        description="use no reads of yours but as many synthetic ones, which are made first: "
+        description="first make synthetic reads, and use these: "
         f"a number, or {', '.join(SIMULATED_SIZES)}",
         pattern=rf"^([1-9]\d{{0,9}}|{'|'.join(SIMULATED_SIZES)})$",
     )
@@ -73,9 +73,7 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
         if self.simulate is not None and (self.subset is not None or self.all_inputs):
             raise ConfigError("simulate: synthetic reads take the place of all reads; give none")
         if self.subset is not None and (self.mates_1 or len(self.reads) != 1):
-            raise ConfigError(
-                "subset: is drawn of one file of single reads; name one, or use virnuc sample"
-            )
+            raise ConfigError("subset: is drawn of one file of single reads; name that file only")
         return self
 
     def inputs(self) -> tuple[str, ...]:

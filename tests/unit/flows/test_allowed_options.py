@@ -29,6 +29,7 @@ NOT_PATHS = {
     "reviewer",
     "sample",
     "shell",
+    "simulate",
 }
 NOT_PATHS_OF_COMMAND = {("approve", "run")}  # the id of a flow run
 # Commands of the library that reads command lines.
