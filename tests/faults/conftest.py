@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -24,8 +26,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 @pytest.fixture(scope="module")
-def quick_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Prepare what rounds without Prefect share, in seconds."""
-    folder = tmp_path_factory.mktemp("quick") / "scene"
-    with prepared(folder, with_server=False) as prepared_scene:
-        yield prepared_scene
+def quick_scene() -> Iterator[Scene]:
+    """Prepare what rounds without Prefect share, in seconds.
+
+    Unlike pytest's own folders, the folder is open to the plain users of some rounds.
+    """
+    with TemporaryDirectory(prefix="virnuc-rounds-") as folder:
+        Path(folder).chmod(0o711)
+        with prepared(Path(folder) / "scene", with_server=False) as prepared_scene:
+            yield prepared_scene

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -14,8 +15,10 @@ import h5py
 import numpy as np
 import pytest
 
+from tests.failing_files import OPEN, failing_variables, has_compiler
+
 from .harness import cores, rounds, works
-from .play import play
+from .play import Play, play
 from .rounds import Plan, Round, line, plans, table
 from .scene import MARK, Scene, Work, leaves, said
 from .strikes import damage, left_over, marked
@@ -119,6 +122,70 @@ def test_a_round_that_cannot_be_played_here_is_not_run_and_never_good() -> None:
     assert "not run" in line(results[0])
 
 
+def test_a_strike_that_hits_nothing_is_drawn_again_and_never_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = []
+
+    def miss_twice(play: Play) -> None:
+        """Play a round of which the first two strikes hit nothing."""
+        draws.append((play.sharpness, play.rng.random()))
+        play.round.hit = len(draws) > 2
+
+    monkeypatch.setattr(Play, "_play_kind", miss_twice)
+    monkeypatch.setattr(Scene, "truth", lambda *_: None)
+    plan = Plan("kill", "all", server="none")
+    result = play(0, Scene(tmp_path), SEED, plan)
+    assert result.good
+    assert result.draws == 3
+    assert [sharpness for sharpness, _ in draws] == [1, 2, 4]
+    assert len({number for _, number in draws}) == 3
+    assert "drawn 3 times" in line(result)
+
+    monkeypatch.setattr(Play, "_play_kind", lambda play: setattr(play.round, "hit", False))
+    missed = play(0, Scene(tmp_path), SEED, plan)
+    assert missed.state == "hit nothing"
+    assert not missed.good
+    assert "| predict: kill all (none server) | 2 | 1 | 1 | 0 |" in table([result, missed])
+    assert "1 of 2 rounds good; 1 hit nothing; 0 bad." in table([result, missed])
+
+
+def test_rounds_without_prefect_need_none() -> None:
+    plans_without = [plan for plan in plans() if not plan.needs_prefect]
+    assert all(plan.command == "predict" for plan in plans_without)
+    assert not any("server" in plan.whom for plan in plans_without)
+    ways = {plan.how for plan in plans_without}
+    assert ways >= {"intrude", "fail", "race", "limit", "kill", "flip"}
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+def test_the_calls_that_fail_are_counted_over_all_processes(tmp_path: Path) -> None:
+    """Two processes open the same file three times each; the fourth and fifth of the calls fail."""
+    (tmp_path / "file").write_text("content")
+    program = """if True:
+        import sys
+        for _ in range(3):
+            try:
+                open(sys.argv[1]).close()
+            except OSError as error:
+                print(error.errno)
+    """
+    variables = failing_variables(str(tmp_path / "file"), [errno.EIO], OPEN)
+    variables |= {"FAIL_COUNT": str(tmp_path / "count"), "FAIL_FIRST": "4", "FAIL_LAST": "5"}
+    printed = []
+    for _ in range(2):
+        child = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "file")],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.append(child.stdout.split())
+    assert printed == [[], [str(errno.EIO)] * 2]
+    assert (tmp_path / "count").read_text() == OPEN * 6
+
+
 def test_jobs_have_cores_of_their_own_while_there_are_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,12 +207,22 @@ def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
-    [Plan("intrude", "shared directory", server="none"), Plan("fail", "shards", server="none")],
+    [
+        Plan("intrude", "shared directory", server="none"),
+        Plan("intrude", "directory", server="none", plain_user=True),
+        Plan("fail", "shards", server="none"),
+        Plan("fail", "anything", server="none", plain_user=True),
+        Plan("limit", "address space", server="none"),
+        Plan("limit", "processes", server="none", plain_user=True),
+    ],
     ids=attrgetter("name"),
 )
-def test_another_user_and_a_failing_disk_change_no_results(quick_scene: Scene, plan: Plan) -> None:
+def test_other_users_failing_disks_and_limits_change_no_results(
+    quick_scene: Scene, plan: Plan
+) -> None:
     result = play(0, quick_scene, SEED, plan)
     if result.not_run:
         pytest.skip(result.not_run)
