@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from virnuc.flows.cli import main
 from virnuc.flows.cli.registry import COMMANDS
 from virnuc.flows.cli.run_from_terminal import prefect_flow_path
 from virnuc.tasks.outcome import Outcome
+from virnuc_core.report.sections import Table
 
 READS = ("reads.fa",)
 INBOX = ("--inbox", "inbox")
@@ -25,7 +27,13 @@ TRUTH = (*READS, "--truth", "truth.tsv")
 OUT = Path("out")
 FLOW_RUN = UUID("3b2f8ad4-4c5f-4f0e-9a51-0d0b6f1f0a11")
 REPORT = OUT / "report"
-PROFILE_TABLES = OUT / "telemetry" / "traces" / "profile.md"
+# the commands that show tables at the end, and the functions that make these
+TABLES = {
+    "scale": "scaling_tables",
+    "tune": "sweep_tables",
+    "profile": "profile_tables",
+    "overhead": "overhead_tables",
+}
 # the name of the command, what it must be given besides --out and --models, and its last lines
 COMMANDS_OF_FLOWS = [
     ("predict", READS, ["Results: out"]),
@@ -56,7 +64,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
         calls.append((function_path, settings))
         return Outcome("its result", "its message", flow_run_id=FLOW_RUN)
 
+    def make_tables(settings: Any, result: str) -> list[Table]:
+        return [Table([{"out": str(settings.out), "result": result}], "A table")]
+
     monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", run_from_terminal)
+    for function in TABLES.values():
+        monkeypatch.setattr(f"virnuc.flows.cli.flow_tables.{function}", make_tables)
     monkeypatch.chdir(tmp_path)
     return calls
 
@@ -94,7 +107,6 @@ def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     say_text(REPORT / "report.txt")
-    say_text(PROFILE_TABLES)
     with temporary_settings({PREFECT_UI_URL: "http://ui.example"}):
         assert main([name, *words, "--out", "out", "--models", "models"]) == 0
     [(function_path, settings)] = started
@@ -105,8 +117,12 @@ def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the
     assert isinstance(flow, Flow)
     assert flow.name == name
     assert set(inspect.signature(flow).parameters) <= set(type(settings).model_fields)
-    text_of = {"validate": ["the text of report.txt"], "profile": ["the text of profile.md"]}
-    lines = capsys.readouterr().out.splitlines()
+    text_of = {"validate": ["the text of report.txt"]}
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    if name in TABLES:
+        assert re.search(r"A table.* out .* result .* out .* its result ", output, re.DOTALL)
+        lines = lines[-1 - len(facts) :]
     assert lines == [*text_of.get(name, []), "its message", *facts]
 
 
