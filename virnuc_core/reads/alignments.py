@@ -5,11 +5,14 @@ alignment records from a pipe. So each file is read only once, and no temporary 
 """
 
 import functools
+import gzip
 import importlib
+import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -41,7 +44,14 @@ _END_MARKS: Final = {
 _TAIL_BYTES: Final = 40  # kept to search for the marker: longer than either of them
 _TEXT_LETTERS: Final = 1 << 20  # letters of FASTQ text that are handed on together
 _PIECE_BYTES: Final = 1 << 20  # read at a time if a file is only tried
-_N_PEEKED_RECORDS: Final = 1000  # records that show whether mates are next to each other
+_N_PEEKED_RECORDS: Final = 1000  # paired records that show whether mates are neighbours
+_N_SEARCHED_RECORDS: Final = 1_000_000  # records among which the first paired one is searched
+# How a block of BGZF begins: gzip with an extra field (flag 4) that begins with this mark
+_BGZF_MARK: Final = b"BC\2\0"
+_BGZF_MARK_POSITION: Final = 12
+
+
+log = logging.getLogger(__name__)
 
 
 class FastqPiece(NamedTuple):
@@ -110,8 +120,7 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
         """Fill `samples` from the header and the records. It may be called again."""
         samples.clear()
         samples[ungrouped_sample] = None
-        # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
-        with pysam.AlignmentFile(file, check_sq=False) as alignments:
+        with _open_alignments(pysam, file) as alignments:
             _require_allowed_references(alignments, format_, file)
             groups = _samples_by_group(alignments)
             if not groups:
@@ -189,8 +198,8 @@ def mates_follow(
 ) -> bool | None:
     """Return whether the two mates of a pair are next to each other in an alignment file.
 
-    The first 1,000 records decide. Sequencers and `samtools collate` leave mates next to each
-    other. Sorting by position separates them.
+    The first 1,000 paired records decide. Sequencers and `samtools collate` leave mates next to
+    each other. Sorting by position separates them. Single reads may come before the first pair.
 
     Args:
         file: A BAM, CRAM or SAM file.
@@ -198,7 +207,7 @@ def mates_follow(
         sample_filter: The sample whose reads are considered.
 
     Returns:
-        True or False; None if the first records are not paired or the file is damaged.
+        True or False; None if none of the first million records is paired or the file is damaged.
 
     Raises:
         InputError: pysam is not installed.
@@ -211,14 +220,15 @@ def mates_follow(
         """Note the order of the file and the names of its first paired records."""
         nonlocal is_sorted_by_position
         names_of_paired.clear()
-        # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
-        with pysam.AlignmentFile(file, check_sq=False) as alignments:
+        with _open_alignments(pysam, file) as alignments:
             _require_allowed_references(alignments, format_, file)
             header = alignments.header.to_dict()
             is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
-            for record in islice(sample_filter.select(alignments), _N_PEEKED_RECORDS):
+            for record in islice(sample_filter.select(alignments), _N_SEARCHED_RECORDS):
                 if record.is_paired and not record.flag & NOT_PRIMARY:
                     names_of_paired.append(record.query_name)
+                    if len(names_of_paired) >= _N_PEEKED_RECORDS:
+                        break
 
     _read_up_to_damage(Path(file), read)
     if not names_of_paired:
@@ -226,6 +236,44 @@ def mates_follow(
     has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
     # In a file that is sorted by position, some mates are neighbours by chance.
     return has_neighbours and not is_sorted_by_position
+
+
+def is_plain_gzip(head: bytes) -> bool:
+    """Return whether a file is gzipped, but not in the blocks of BGZF that pysam expects.
+
+    Args:
+        head: The first bytes of the file.
+    """
+    mark_end = _BGZF_MARK_POSITION + len(_BGZF_MARK)
+    return head.startswith(b"\x1f\x8b") and head[_BGZF_MARK_POSITION:mark_end] != _BGZF_MARK
+
+
+@contextmanager
+def _open_alignments(pysam: Any, file: str) -> Iterator[Any]:
+    """Open an alignment file, and close it at the end. A BAM file may be in plain gzip.
+
+    Args:
+        pysam: The package as returned by `import_pysam`.
+        file: The path.
+
+    Yields:
+        A `pysam.AlignmentFile`, whose records can be read once, in file order.
+    """
+    with Path(file).open("rb") as stream:
+        is_gzip = is_plain_gzip(stream.read(_BGZF_MARK_POSITION + len(_BGZF_MARK)))
+    # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
+    # ignore_truncation=True: a file may lack the block that marks its end.
+    if not is_gzip:
+        with pysam.AlignmentFile(file, check_sq=False, ignore_truncation=True) as alignments:
+            yield alignments
+        return
+    with gzip.open(file, "rb") as unpacked:
+        feeder = _PipeFeeder(iter(functools.partial(unpacked.read, _PIECE_BYTES), b""))
+        with open(feeder.outlet, "rb", 0) as source:  # noqa: PTH123 - a descriptor
+            feeder.start()
+            with pysam.AlignmentFile(source, check_sq=False) as alignments:
+                yield alignments
+        feeder.join()
 
 
 def _require_allowed_references(alignments: Any, format_: str, file: str) -> None:
@@ -301,6 +349,7 @@ def import_pysam(format_: str, file: str) -> Any:
             hint="install it, or use samtools fastq",
         ) from error
     pysam.set_verbosity(0)
+    warnings.filterwarnings("ignore", message="no BGZF EOF marker")  # `fastq` says so itself
     return pysam
 
 
@@ -318,7 +367,7 @@ def fastq(
 
     Args:
         pysam: The package as returned by `import_pysam`.
-        pieces: The bytes of the file, in order.
+        pieces: The bytes of the file, in order. BAM may also be decompressed, without its blocks.
         format_: `BAM`, `CRAM` or `SAM`.
         file: The name of the file for messages.
         sample_filter: The reads to convert.
@@ -356,11 +405,22 @@ def fastq(
                         n_letters = 0
                         n_left_out = 0
         feeder.join()
-        # pysam was told to ignore truncation, so that it yields all records before the end. Check
-        # here that the file is complete. SAM has no end-of-file marker: b"" is in any bytes.
-        has_end_mark = _END_MARKS.get(format_, b"") in feeder.tail
-        if not feeder.is_complete or not has_end_mark:
+        if not feeder.is_complete:
             raise OSError  # handled below like damage that pysam has found
+        # pysam was told to ignore truncation, so that it yields all records before the end. Check
+        # here that the file is complete. SAM and decompressed BAM have no marker of their end.
+        is_decompressed = feeder.head.startswith(b"BAM\1")
+        end_mark = b"" if is_decompressed else _END_MARKS.get(format_, b"")
+        if end_mark not in feeder.tail:
+            if format_ == "CRAM":
+                raise OSError
+            # Every block and record is complete, as in files of programs that write no marker.
+            log.warning(
+                "%s: %d records were read, but the block that ends a BAM file is missing; "
+                "if the file was copied, compare its size with the original",
+                file,
+                n_records,
+            )
     except (OSError, ValueError) as error:
         # Records that were collected before the damage are good.
         yield FastqPiece("".join(texts), n_left_out)
@@ -408,6 +468,7 @@ class _PipeFeeder:
 
     Attributes:
         outlet: The file descriptor from which to read. The caller opens and closes it.
+        head: The first bytes that were written.
         tail: The last `_TAIL_BYTES` bytes that were written.
         is_complete: All bytes were written without an error.
     """
@@ -419,6 +480,7 @@ class _PipeFeeder:
             pieces: The bytes to write, in order. The thread of `start` draws them.
         """
         self.outlet, self._inlet = os.pipe()
+        self.head = b""
         self.tail = b""
         self.is_complete = False
         self._pieces = pieces
@@ -439,8 +501,30 @@ class _PipeFeeder:
         that the file ended early.
         """
         with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
-            for piece in self._pieces:
+            for piece in _without_padding(self._pieces):
+                self.head = self.head or piece[:_TAIL_BYTES]
                 # The end of the file has the marker by which `fastq` sees that nothing is missing.
                 self.tail = (self.tail + piece)[-_TAIL_BYTES:]
                 inlet.write(piece)
             self.is_complete = True
+
+
+def _without_padding(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of a file without the zero bytes behind the last block of a BAM file.
+
+    Tape drives and some file servers add such bytes. The last block itself ends with zeros.
+    """
+    end_mark = _END_MARKS["BAM"]
+    without_zeros = end_mark.rstrip(b"\0")
+    tail = b""  # the last bytes before `zeros`
+    zeros = b""  # zeros that are held back, because it is not known whether more follows
+    for piece in pieces:
+        content = piece.rstrip(b"\0")
+        if content:
+            yield zeros + content
+            tail = (tail + zeros + content)[-len(without_zeros) :]
+            zeros = b""
+        zeros += piece[len(content) :]
+    if tail == without_zeros:
+        zeros = zeros[: len(end_mark) - len(without_zeros)]
+    yield zeros

@@ -180,6 +180,9 @@ class ReadBatch:
 
         Returns:
             A batch of the legal reads, and an error for each read that was removed.
+
+        Raises:
+            InputError: FASTQ follows within FASTA. Its records would be lost as one illegal read.
         """
         has_only_legal_letters = not self.bases.data.translate(None, LEGAL_LETTERS)
         if has_only_legal_letters:
@@ -190,6 +193,8 @@ class ReadBatch:
             illegal_letters = letters.translate(None, LEGAL_LETTERS)
             if illegal_letters:
                 position = letters.index(illegal_letters[:1])
+                if self.format == "fasta" and b"\n@" in self.records[index]:
+                    raise mixed_formats_error(file_name, int(self.lines[index]), "FASTQ", "FASTA")
                 errors.append(self._illegal_letter_error(index, position, file_name))
             else:
                 legal_reads.append(index)
@@ -223,6 +228,25 @@ class ReadBatch:
             read_id=shorten(self.id(index)),
             hint=_ILLEGAL_HINT,
         )
+
+
+def mixed_formats_error(file: str, line: int, later: str, earlier: str) -> InputError:
+    """Return the error for a file in which records of one format follow those of another.
+
+    Such a file is refused as a whole, because it is not known how many of its reads are lost.
+
+    Args:
+        file: The name of the file.
+        line: The line of the record in which, or at which, the other format begins.
+        later: The format that begins there.
+        earlier: The format of the file up to there.
+    """
+    return InputError(
+        f"{later} begins in or at this record of a {earlier} file",
+        file=file,
+        line=line,
+        hint="were two files joined? give them as two files",
+    )
 
 
 @dataclass(slots=True)

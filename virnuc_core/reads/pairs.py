@@ -6,6 +6,7 @@ are unique. A read whose mate is missing is called an orphan. Orphans are allowe
 asked to skip broken records.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,12 +17,19 @@ import numpy as np
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs
+from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file
 
 MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
+DIGITS: Final = tuple(b"0123456789")
+# What ends the ids of mates in some files in place of `/1` and `/2`: one of these before the number
+_OTHER_MARKS: Final = (b".", b"_", b":")
 ORDER_HINT: Final = (
     "mates must follow in the same order; "
     "--on-error skip judges orphans alone, --no-pairs each read"
+)
+NAMES_HINT: Final = (
+    "the ids of mates must be equal, or end in /1 and /2 (or .1 and .2, _1 and _2, :1 and :2); "
+    "--no-pairs judges each read"
 )
 BATCH_READS: Final = 1 << 14  # reads of a batch, at least
 _COMPARED_AT_ONCE: Final = 1 << 12  # pairs whose names are compared in one step
@@ -161,6 +169,7 @@ class _Side:
         self._batches = parse((file,), log)
         self._reads = _Reads()  # the buffer
         self._next = 0  # index in the buffer of the first read that was not taken
+        self._mate_ends: tuple[bytes, ...] = ()  # that every id has in place of `/1` or `/2`
 
     def __len__(self) -> int:
         """Return the number of reads in the buffer that were not taken yet."""
@@ -190,9 +199,35 @@ class _Side:
                     line=int(batch.lines[0]),
                 )
             self.format = batch.format
-            self._reads = self._reads[self._next :] + _with_mates(batch)
+            new_reads = _with_mates(batch)
+            self._remove_mate_ends(new_reads)
+            self._reads = self._reads[self._next :] + new_reads
             self._next = 0
         return True
+
+    def use_mate_ends(self, ends: tuple[bytes, ...]) -> None:
+        """Remove these ends from the names of all reads that were not taken, and of later ones.
+
+        Args:
+            ends: What the id of every read must end in, such as `.1`. Of two, the first is that of
+                first mates.
+
+        Raises:
+            InputError: An id has another end.
+        """
+        self._mate_ends = ends
+        self._remove_mate_ends(self._reads)
+
+    def _remove_mate_ends(self, reads: _Reads) -> None:
+        """Remove the ends of this file's ids from the names of some reads, in place."""
+        if not self._mate_ends:
+            return
+        for index, name in enumerate(reads.names):
+            if not name.endswith(self._mate_ends):
+                wanted = " or ".join(end.decode() for end in self._mate_ends)
+                problem = f"its id does not end in {wanted}, as those before it"
+                raise self.error(reads, index, problem)
+            reads.names[index] = name[:-2]
 
     def next_names(self, count: int) -> list[bytes]:
         """Return the names of the next `count` reads in the buffer, without taking the reads."""
@@ -201,6 +236,10 @@ class _Side:
     def next_line(self) -> int:
         """Return the line number of the next read in the buffer."""
         return self._reads.lines[self._next]
+
+    def next_mate(self) -> int:
+        """Return which mate the next read in the buffer is; 0 if its header does not tell."""
+        return self._reads.mates[self._next]
 
     def take(self, count: int) -> _Reads:
         """Remove the next `count` reads from the buffer and return them.
@@ -247,12 +286,13 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
     """Find out from the header of each read whether the read is a first or a second mate.
 
     A header tells it by an id that ends in `/1` or `/2`, or by a word such as `1:N:0:ACGT` after
-    the id, as Illumina's Casava writes it.
+    the id, as Illumina's Casava writes it: the mate, whether the read was filtered (Y or N), and a
+    number. Other words that begin with `1:` or `2:` mean something else.
 
     Returns:
         One byte per read: 1 or 2; 0 if the header does not tell.
     """
-    padding = bytes(3)  # so that there are three letters after the last id, too
+    padding = bytes(6)  # so that there are six letters after the last id, too
     letters = np.frombuffer(batch.records.data + padding, np.uint8)
     # A record begins with a mark and the id. An id with escape sequences is longer than the id in
     # the text, so limit the position to the text.
@@ -260,16 +300,61 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
         batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
     )
     # The id ends before `id_ends`: a slash would be its last letter but one. Of a word after the
-    # id, the blank is at `id_ends`, the digit and the colon are the letters after the blank.
+    # id, the blank is at `id_ends`, and the letters of the word follow.
     has_slash = letters[id_ends - 2] == ord("/")
-    has_blank = letters[id_ends] == ord(" ")
-    has_colon = letters[id_ends + 2] == ord(":")
-    digits_after_id = (has_blank & has_colon) * letters[id_ends + 1]  # 0 where there is none
+    is_casava = letters[id_ends] == ord(" ")
+    is_casava &= letters[id_ends + 2] == ord(":")
+    is_casava &= np.isin(letters[id_ends + 3], (ord("Y"), ord("N")))
+    is_casava &= letters[id_ends + 4] == ord(":")
+    is_casava &= np.isin(letters[id_ends + 5], DIGITS)
+    digits_after_id = is_casava * letters[id_ends + 1]  # 0 where there is no such word
     digits = np.where(has_slash, letters[id_ends - 1], digits_after_id)
     mates = np.zeros(len(batch), np.uint8)
     mates[digits == ord("1")] = 1
     mates[digits == ord("2")] = 2
     return mates.tobytes()
+
+
+def _agree_on_mate_ends(first: _Side, second: _Side) -> None:
+    """Find out whether the ids of mates end in `.1` and `.2`, `_1` and `_2`, or `:1` and `:2`.
+
+    They do if the first names of both files differ and all names of the first thousands of reads
+    end so. The ends are then removed from the names of both files.
+
+    Raises:
+        InputError: See `_Side.fill`.
+    """
+    if not (first.fill(1) and second.fill(1)):
+        return
+    first_names = first.next_names(len(first))
+    second_names = second.next_names(len(second))
+    if first_names[0] == second_names[0]:
+        return
+    for mark in _OTHER_MARKS:
+        first_end = mark + b"1"
+        second_end = mark + b"2"
+        first_has = all(name.endswith(first_end) for name in first_names)
+        if first_has and all(name.endswith(second_end) for name in second_names):
+            first.use_mate_ends((first_end,))
+            second.use_mate_ends((second_end,))
+            return
+
+
+def _find_mate_ends_of_interleaved(side: _Side) -> None:
+    """Do the same as `_agree_on_mate_ends` for a file that holds both mates of each pair.
+
+    Raises:
+        InputError: See `_Side.fill`.
+    """
+    if not side.fill(2):
+        return
+    names = side.next_names(len(side))
+    for mark in _OTHER_MARKS:
+        ends = (mark + b"1", mark + b"2")
+        is_pair = names[0].endswith(ends[0]) and names[1] == names[0][:-2] + ends[1]
+        if is_pair and all(name.endswith(ends) for name in names):
+            side.use_mate_ends(ends)
+            return
 
 
 def _join_interleaved(side: _Side, log: ParseLog) -> Iterator[_Stream]:
@@ -285,7 +370,10 @@ def _join_interleaved(side: _Side, log: ParseLog) -> Iterator[_Stream]:
     Raises:
         InputError: See `pair_batches`.
     """
+    # In alignment files flags tell which reads are mates, and so which of them are single reads.
+    has_flags = bool(find_alignment_format_of_file(side.file))
     max_pairs = _COMPARED_AT_ONCE
+    _find_mate_ends_of_interleaved(side)
     while side.fill(2):
         n_compared = min(len(side), max_pairs) // 2
         names = side.next_names(2 * n_compared)
@@ -294,11 +382,17 @@ def _join_interleaved(side: _Side, log: ParseLog) -> Iterator[_Stream]:
         yield _weave(reads[::2], reads[1::2], side, side)
         max_pairs = min(2 * max_pairs, _COMPARED_AT_ONCE)
         if n_pairs < n_compared:
-            # The next two reads have different names, so the mate of the first one is missing.
-            yield _orphans(side, 1, side, mate=0, log=log)  # 0: its header tells which mate it is
+            # The next two reads have different names, so the first one has no mate here.
+            if has_flags and side.next_mate() == 0:
+                yield _single_reads(side.take(1))
+            else:  # mate=0: its header tells which mate it is
+                yield _orphans(side, 1, side, mate=0, log=log)
             max_pairs = _NEAR  # more mates may be missing nearby: compare in small steps
     while side.fill(1):  # one read is left
-        yield _orphans(side, 1, side, mate=0, log=log)
+        if has_flags and side.next_mate() == 0:
+            yield _single_reads(side.take(1))
+        else:
+            yield _orphans(side, 1, side, mate=0, log=log)
 
 
 def _join_two_files(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
@@ -317,6 +411,7 @@ def _join_two_files(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Str
     """
     had_pairs = False
     max_pairs = _COMPARED_AT_ONCE
+    _agree_on_mate_ends(first, second)
     while first.fill(1) and second.fill(1):
         if first.format != second.format:
             raise InputError(
@@ -429,6 +524,11 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
     return _Stream(ids, reads.bases, reads.records, reads.lines, [False] * count)
 
 
+def _single_reads(reads: _Reads) -> _Stream:
+    """Return reads that were not sequenced as pairs, with their own ids."""
+    return _Stream(reads.names, reads.bases, reads.records, reads.lines, [False] * len(reads))
+
+
 class _Gap(NamedTuple):
     """The numbers of reads that come before the next complete pair."""
 
@@ -482,7 +582,22 @@ def _order_error(first: _Side, second: _Side) -> InputError:
         first: The file of first mates.
         second: The file of second mates.
     """
-    next_name = second.next_names(1)[0].decode()
-    return first.error(
-        first.take(1), 0, f"its mates do not follow in {second.file}, where '{next_name}' is next"
-    )
+    second_name = second.next_names(1)[0].decode()
+    reads = first.take(1)
+    if _differ_by_last_word(reads.names[0].decode(), second_name):
+        problem = f"its mate has another id, '{second_name}' in {second.file}"
+        return first.error(reads, 0, problem, NAMES_HINT)
+    problem = f"its mates do not follow in {second.file}, where '{second_name}' is next"
+    return first.error(reads, 0, problem)
+
+
+def _differ_by_last_word(first_name: str, second_name: str) -> bool:
+    """Return whether two names differ only by their last words, as `x_forward` and `x_reverse`.
+
+    Numbers count as such words only behind an R: plain numbers often tell reads apart.
+    """
+    *first_stem, first_word = re.split("[._:/-]", first_name)
+    *second_stem, second_word = re.split("[._:/-]", second_name)
+    if first_stem != second_stem or not first_stem or first_word == second_word:
+        return False
+    return all(re.fullmatch("[A-Za-z]+|[Rr][12]", word) for word in (first_word, second_word))

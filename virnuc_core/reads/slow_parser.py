@@ -15,6 +15,7 @@ from virnuc_core.reads.fast_parser import (
     ReadBatch,
     Strings,
     first_word,
+    mixed_formats_error,
     shorten,
 )
 
@@ -229,12 +230,27 @@ def _read_records(
             continue
 
         line_number = lines.line_number
+        if _begins_fasta(header, lines):
+            raise mixed_formats_error(first_piece.name, line_number, "FASTA", "FASTQ")
         is_cut_off = lines.next_text(result.n_lines) is None and lines.is_damaged
         has_next_record = lines.skip_to_record()
         # If the file is damaged and ends within this record, the error for the damage is enough.
         # But if another header follows the first line, this record itself is broken.
         if not is_cut_off or has_next_record:
             on_broken(_broken_record_error(first_piece.name, line_number, header, result.problem))
+
+
+def _begins_fasta(header: bytes, lines: _LineReader) -> bool:
+    """Return whether the next two lines look like a record of FASTA.
+
+    Args:
+        header: The next line.
+        lines: The lines of the file.
+    """
+    bases = lines.peek(1)
+    if not header.startswith(b">") or not bases:
+        return False
+    return not bases.translate(None, LEGAL_LETTERS)
 
 
 def _broken_record_error(file: str, line_number: int, header: bytes, problem: str) -> InputError:
@@ -345,6 +361,8 @@ def _find_problem(
         return "there is a blank within the bases"
     # A read without bases has no quality letters, but it must have an empty line for them.
     has_quality_line = lines.peek(plus_offset + 1) is not None
+    if not has_quality_line and not bases:
+        return "it has no bases, and the file ends before its quality line"
     if quality.n_letters != len(bases) or not has_quality_line:
         return f"{len(bases):,} bases, but {quality.n_letters:,} quality letters"
     # If quality letters or the '+' line are missing, the record seems to include lines of the next

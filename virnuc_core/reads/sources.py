@@ -35,6 +35,8 @@ full_urls: dict[str, str] = {}  # the addresses of this process, by their redact
 _ERRORS_OF_INPUT: Final = PERMISSION_ERRORS | REFUSED_ERRORS
 _PIECE_BYTES: Final = 1 << 18  # read from a file at a time
 _HEAD_BYTES: Final = 1 << 12  # read to find out whether a file in a folder holds reads
+# The header of a gzip member is shorter: an extra field of 64 KiB at most, a name and a comment
+_GZIP_HEADER_BYTES: Final = 1 << 17
 _UNPACKED_BYTES: Final = 1 << 20  # limit of what is decompressed at a time
 # The zstd library has no such limit, and data may expand to 30,000 times its size. So only a little
 # compressed data is passed at a time.
@@ -390,6 +392,8 @@ class Source:
         alignment_format = find_alignment_format(head)
         packing = _find_packing(head)
         if alignment_format:
+            if packing is not None and _is_in_plain_gzip(head):
+                raw_pieces = self._unpack(head, packing)
             self._pieces = self._read_alignments(raw_pieces, alignment_format, read_group)
         elif read_group:
             raise InputError("only BAM, CRAM and SAM have read groups; this is none", file=name)
@@ -513,6 +517,7 @@ class Source:
         """
         step = _PIECE_BYTES if packing.can_bound_output else _PACKED_ZSTD_BYTES
         unpacker = None  # of the current member; None between members
+        is_later_member = False
         packed = head
         while True:
             packed = packed or self._next_piece()  # read on when all bytes so far are used up
@@ -523,6 +528,21 @@ class Source:
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     continue
+                # The gzip library wants the whole header of a member in its first call.
+                while packing.name == "gzip" and len(packed) < _GZIP_HEADER_BYTES:
+                    more = self._next_piece()
+                    if not more:
+                        break
+                    packed += more
+                if is_later_member and not _find_packing(packed):
+                    self._note_damage(
+                        f"{packed[:4].hex(' ')} … follows the {packing.name} data, "
+                        "which is complete",
+                        hint="these bytes are of something else; remove them, or decompress the "
+                        "file and use the result",
+                    )
+                    return
+                is_later_member = True
                 unpacker = packing.new_unpacker()
             current = packed[:step]
             packed = packed[step:]
@@ -530,7 +550,13 @@ class Source:
                 yield from _decompress(unpacker, current, packing)
             except packing.errors as error:
                 details = str(error) or type(error).__name__
-                self._note_damage(f"damaged {packing.name} data: {details}")
+                if packing.name == "zstd" and "too much memory" in details:
+                    self._note_damage(
+                        "was compressed with a longer window than 128 MiB (zstd --long)",
+                        hint="decompress it with zstd -d --long=31 and use the result",
+                    )
+                else:
+                    self._note_damage(f"damaged {packing.name} data: {details}")
                 return
             if unpacker.eof:
                 packed = unpacker.unused_data + packed
@@ -581,6 +607,17 @@ def _decompress(unpacker: Any, packed: bytes, packing: _Packing) -> Iterator[byt
         unused_input = getattr(unpacker, "unconsumed_tail", b"")
         unpacked = unpacker.decompress(unused_input, _UNPACKED_BYTES)
         yield unpacked
+
+
+def _is_in_plain_gzip(head: bytes) -> bool:
+    """Return whether an alignment file is gzipped as a whole, and not in blocks as usual.
+
+    Args:
+        head: The first bytes of the file.
+    """
+    from virnuc_core.reads.alignments import is_plain_gzip  # imported only if needed
+
+    return is_plain_gzip(head)
 
 
 def find_alignment_format(head: bytes) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import logging
 import random
 import sys
 import threading
@@ -265,7 +267,7 @@ def test_scattered_mates_are_judged_alone_with_a_warning(
     ("form", "kept"),
     [
         ("bam", -1),
-        ("bam", -28),
+        ("bam", -27),
         ("bam", -300),
         ("bam", 10),
         ("cram", -38),
@@ -284,13 +286,77 @@ def test_a_cut_off_file_is_refused_with_its_last_record(
         InputError, match=rf"a\.{form}: .*(data is damaged, or ends early|the gzip data ends early)"
     ) as error_info:
         staged(path)
-    if kept == -28 and form == "bam":
+    if kept == -27 and form == "bam":
         assert (
             "read 'r299': the BAM data is damaged, or ends early, after record 300; copy it again"
             in str(error_info.value)
         )
         assert staged(path, on_error="skip").counts.n_reads == 300
     assert not [thread for thread in threading.enumerate() if thread not in threads_before]
+
+
+BAM_END_BYTES = 28  # of the block that ends a file
+
+
+def content_of(summary: StageSummary) -> tuple[list[str], list[int], int]:
+    """Return what a store holds, whatever files it was made of."""
+    store = OrfStore.open(summary.store)
+    return store.read_ids(0, store.n_reads), store.read_flags[:].tolist(), summary.n_pairs
+
+
+def test_bam_without_its_end_block_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "a.bam", PAIRS)
+    whole = content_of(staged(path))
+    path.write_bytes(path.read_bytes()[:-BAM_END_BYTES])
+    with caplog.at_level(logging.WARNING):
+        summary = staged(path)
+    assert content_of(summary) == whole
+    assert f"a.bam: {len(PAIRS)} records were read, but the block that ends" in caplog.text
+
+
+@pytest.mark.parametrize("zeros", [1, 512, 300_000])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_zeros_behind_a_bam_file_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, zeros: int, pairs: bool
+) -> None:
+    path = written(tmp_path / "a.bam", PAIRS)
+    whole = content_of(staged(path, pairs=pairs))
+    path.write_bytes(path.read_bytes() + bytes(zeros))
+    assert content_of(staged(path, pairs=pairs)) == whole
+    assert "block that ends" not in caplog.text
+
+
+@pytest.mark.parametrize("form", ["plain gzip", "two members", "decompressed"])
+def test_bam_without_the_blocks_of_bgzf_is_read(tmp_path: Path, form: str) -> None:
+    path = written(tmp_path / "a.bam", PAIRS)
+    whole = content_of(staged(path))
+    content = gzip.decompress(path.read_bytes())
+    if form == "plain gzip":
+        content = gzip.compress(content)
+    elif form == "two members":
+        content = gzip.compress(content[:1000]) + gzip.compress(content[1000:])
+    path.write_bytes(content)
+    assert content_of(staged(path)) == whole
+
+
+@pytest.mark.parametrize("kept", [-1, -9, -200, 200])
+def test_bam_in_plain_gzip_that_is_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+    path = written(tmp_path / "a.bam", PAIRS)
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()))[:kept])
+    with pytest.raises(InputError, match=r"a\.bam: .*(ends early|damaged)"):
+        staged(path, pairs=False)
+
+
+def test_pairs_behind_many_single_reads_are_found(tmp_path: Path) -> None:
+    single = [(f"s{i}", UNPAIRED, bases(i)) for i in range(1500)]
+    summary = staged(written(tmp_path / "a.bam", [*single, *PAIRS]))
+    assert summary.n_pairs == len(PAIRS) // 2
+    assert summary.counts.n_reads == len(single) + len(PAIRS)
+    store = OrfStore.open(summary.store)
+    assert store.read_ids(0, 2) == ["s0", "s1"]
+    assert store.read_ids(1500, 1502) == ["p0/1", "p0/2"]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def names(store: OrfStore) -> list[str]:
         ("r{} 1:N:0:ATCACG", "r{} 2:N:0:ATCACG", fastq),
         ("r{} some words", "r{} other/1 words", fasta),
         ("r{}/1 1:Y:18:A", "r{}", fastq),
+        ("r{}.1 1 length=60", "r{}.2 1 length=60", fastq),
+        ("r{}_1", "r{}_2", fasta),
+        ("r{}:1", "r{}:2", fastq),
+        # looks like Casava's word, but is none
+        ("r{} 2:1:0:77:5", "r{} 1:1:0:77:5", fastq),
+        ("r{} 2:N", "r{} 1:Nothing", fastq),
     ],
 )
 def test_mates_follow_each_other_with_any_style_of_names(
@@ -148,6 +154,18 @@ def test_mates_follow_each_other_with_any_style_of_names(
         ),
         (["a/1"], ["a/1"], 2, 1, "a", "the header says mate 1, but mate 2 is expected here"),
         (["a"], [], 1, 1, "a", "has no mate in .*a_R2.fq, which ends"),
+        (
+            ["a_forward", "b_forward"],
+            ["a_reverse", "b_reverse"],
+            1,
+            1,
+            "a_forward",
+            "its mate has another id, 'a_reverse' in .*a_R2.fq; the ids of mates must be equal",
+        ),
+        (["a.R1"], ["a.R2"], 1, 1, "a.R1", "its mate has another id, 'a.R2'"),
+        # only where all ids of a file end so
+        (["a.1", "b.1", "c"], ["a.2", "b.2", "c"], 1, 1, "a.1", "has no mate in .*'a.2' is next"),
+        (["r.7"], ["r.8"], 1, 1, "r.7", "do not follow in .*a_R2.fq, where 'r.8' is next"),
     ],
 )
 def test_missing_or_unordered_mates_are_refused_by_file_line_and_read(

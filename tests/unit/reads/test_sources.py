@@ -96,7 +96,7 @@ def test_zeros_after_the_last_member(write: WriteReads, pack: Callable[[bytes], 
 def test_garbage_after_the_last_member_is_damage(
     write: WriteReads, pack: Callable[[bytes], bytes]
 ) -> None:
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="data, which is complete"):
         everything(write(pack(TEXT) + b"rubbish" * 20))
 
 
