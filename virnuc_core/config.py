@@ -288,7 +288,7 @@ class ReadsSpec(ReadingSpec):
     interleaved: bool = Field(False, description="mates follow each other in READS")
     pairs: bool = Field(
         True,
-        description="judge mates together; of a folder, files called _R1 and _R2, or _1 and _2",
+        description="judge mates together; of a folder, files that are mates by their names",
     )
     read_group: str = Field(
         "",

@@ -67,12 +67,12 @@ _CERTAIN_STYLES: Final = _words("r read mate pair trimmomatic fwd/rev forward/re
 _AMBIGUOUS_STYLES: Final = _words("left/right f/r p end fq fastq")
 _NUMBERED_MARK: Final = re.compile(r"(r|reads?|mate|pair|end|p|pe|fq|fastq)([123])")
 _GLUED_MARK: Final = re.compile(r"([a-z]+)([12])")  # such as `trimmed1`
-_TRIMMOMATIC_MARK: Final = re.compile(r"([12])([pu])")
-_INDEX_MARK: Final = re.compile(r"i([12])")
+_TRIMMOMATIC_MARK: Final = re.compile(r"r?([12])([pu])")
+_INDEX_MARK: Final = re.compile(r"(?:i|index)([12])")
 _NUMBER: Final = re.compile(r"0|[1-9]\d*")
 _LANE: Final = re.compile(r"l\d{3}|lane\d+")
 _SHORT_LANE: Final = re.compile(r"l\d{1,2}")  # of MGI and Novogene, only beside a flow cell
-_FLOW_CELL: Final = re.compile(r"(?=.*\d)(?=.*[A-Z])[A-Z0-9]{8,12}")
+_FLOW_CELL: Final = re.compile(r"(?=.*\d)(?=.*[A-Z])[A-Z0-9]{8,14}")
 _SET_NUMBER: Final = re.compile(r"\d{3}")
 _TOOL_SETTING: Final = re.compile(r"(q|qual|len|min|trim)?\d+")  # such as `q20`
 INDEX_REASON: Final = "index reads by its name, left out"
@@ -658,7 +658,7 @@ def _describe_files(file: str, second: str | None) -> _SampleName:
     marks = _only(_certain_mark(name))
     if _is_unpaired(name):
         # Trim Galore calls the single reads of `a_1` `a_1_unpaired_1`.
-        mark = _explicit_mark(name)
+        mark = _explicit_mark(name) or _number_mark(name)
         marks = _link(name, mark) or _only(mark)
     return _describe(name, tuple(mark.position for mark in marks), is_pair=False)
 
@@ -722,6 +722,10 @@ def _is_added_word(name: _Name, position: int, *, has_mark: bool) -> bool:
         return True
     if word in _SINGLE_WORDS or not word:  # empty between two separators, as in `a__R1`
         return True
+    if not has_mark:
+        return False
+    # kneaddata calls both files after the first mate: `a_R1_001_kneaddata_paired_2`
     mark = _mark_at(name, position)
-    # kneaddata calls both files after the first mate: `a_R1_kneaddata_paired_2`
-    return has_mark and mark is not None and mark.style == "r" and position + 1 < len(name.words)
+    if _SET_NUMBER.fullmatch(word):
+        mark = _mark_at(name, position - 1)
+    return mark is not None and mark.style == "r" and position + 1 < len(name.words)

@@ -18,7 +18,7 @@ from virnuc_core.config import ReadsSpec, refuse_unreadable
 from virnuc_core.errors import InputError, join_first
 from virnuc_core.input_names import STDIN, expand_input, is_remote
 from virnuc_core.reads.file_names import find_mates, group_samples
-from virnuc_core.reads.sources import redact_url
+from virnuc_core.reads.sources import identify_file, redact_url
 from virnuc_core.rundir import GUARDED_FILES
 from virnuc_core.system_errors import target_exists
 
@@ -402,7 +402,7 @@ def _find_repeated_file(
         lane: Its files.
         line_of_file: The line of each earlier file. The files of this line are added.
     """
-    identities = [_identify(file) for file in lane]
+    identities = [identify_file(file) for file in lane]
     if len(set(identities)) < len(lane):
         return f"{lane[0]} is named twice; name it once"
     earlier_lines = [line_of_file.get(identity) for identity in identities]
@@ -422,20 +422,6 @@ def _find_repeated_file(
             "%s:%d: sample '%s': %s", sheet, line.number, join_first([line.sample]), problem
         )
     return ""
-
-
-def _identify(file: str) -> object:
-    """Return a value that is equal for all paths and links to the same file.
-
-    A file that does not exist, or that the system cannot look up, is known by its path alone.
-    """
-    if is_remote(file):
-        return file
-    try:
-        status = Path(file).stat()
-    except (OSError, ValueError):
-        return str(Path(file).absolute())
-    return (status.st_dev, status.st_ino)
 
 
 # --- Samples --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import errno
 import gzip
 import hashlib
 import lzma
+import os
 import re
 import stat
 import sys
@@ -298,16 +299,34 @@ def _is_called_reads(name: str) -> bool:
 
 def _refuse_repeated_files(files: Sequence[str]) -> None:
     """Raise an `InputError` if the same file is named twice, also by different paths or links."""
-    name_by_path: dict[Path, str] = {}
+    name_by_identity: dict[object, str] = {}
     for name in files:
-        path = Path(name) if name == STDIN else Path(name).resolve()
-        if path in name_by_path:
+        identity = identify_file(name)
+        if identity in name_by_identity:
             raise InputError(
-                f"the same file is named twice (also as {name_by_path[path]})",
+                f"the same file is named twice (also as {name_by_identity[identity]})",
                 file=name,
                 hint="name it once",
             )
-        name_by_path[path] = name
+        name_by_identity[identity] = name
+
+
+def identify_file(name: str) -> object:
+    """Return a value that is equal for all paths, links and hard links to the same file.
+
+    What does not exist, and an address, is known by its name: opening it reports the problem.
+
+    Args:
+        name: A path, an address, or `-` for standard input.
+    """
+    if name == STDIN or is_remote(name):
+        return name
+    try:
+        status = Path(name).stat()
+    except (OSError, ValueError):
+        # Unlike `Path.resolve`, this raises no error for links that lead to each other.
+        return os.path.realpath(name) if "\0" not in name else name
+    return (status.st_dev, status.st_ino)
 
 
 def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:

@@ -214,11 +214,13 @@ def test_a_damaged_file_in_a_folder_is_not_ignored(write: WriteReads, tmp_path: 
 def test_missing_repeated_and_empty_inputs_are_refused(write: WriteReads, tmp_path: Path) -> None:
     path = write(">a\nA\n", "in/a.fa")
     (tmp_path / "empty").mkdir()
+    os.link(path, tmp_path / "hard.fa")
     for names, words in {
         (str(tmp_path / "absent.fa"),): "no such file or folder",
         (str(tmp_path / "empty"),): "holds no FASTA or FASTQ",
         (path, str(tmp_path / "in" / ".." / "in" / "a.fa")): "named twice",
         (path, str(tmp_path / "in")): "named twice",
+        (path, str(tmp_path / "hard.fa")): "named twice",
         ("-", "-"): "named twice",
     }.items():
         with pytest.raises(InputError, match=words):
