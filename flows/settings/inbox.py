@@ -22,16 +22,14 @@ class InboxSettings(VerdictSpec, FlowSettings):
     interleaved: bool = Field(False, description="mates follow each other in every file")
     pairs: bool = Field(
         True,
-        description="judge mates together: of files called as mates are, and of a BAM file "
-        "in which mates follow each other",
+        description="judge mates together: files that are mates by their names or flags (BAM)",
     )
     settle_s: float = Field(
         60.0, ge=0, description="a file changed within this many seconds may still be arriving"
     )
     completion: tuple[str, ...] = Field(
         (),
-        description="files that appear in a sub-folder when it is complete (such as '*.done'); "
-        "no file of a sub-folder is taken before",
+        description="files that mark a complete sub-folder ('*.done'); all wait for one of them",
     )
     retry_failed: bool = Field(False, description="predict again what failed before")
 
