@@ -63,10 +63,8 @@ def test_a_temporary_server_is_reached_without_a_proxy(
     assert proxy.requests == []
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["socks5h://127.0.0.1:9", pytest.param("socks://127.0.0.1:9", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["socks5h://127.0.0.1:9", "socks://127.0.0.1:9"])
 def test_a_socks_proxy_ends_no_run(
     address: str, environment: dict[str, str], few_reads: Path, models: Path, tmp_path: Path
 ) -> None:
