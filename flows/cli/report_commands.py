@@ -14,11 +14,12 @@ from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.rundir import RunDir
 
 if TYPE_CHECKING:
-    from virnuc_core.report.model import Report
+    from virnuc_core.report.model import Regression, Report
 
 # exit codes
 DIFFERS: Final = 1
 REGRESSION: Final = 5
+NOT_JUDGED: Final = 7
 
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 
@@ -92,14 +93,21 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
     return DIFFERS
 
 
-def history(file: Path, /, *, profile: str | None = None) -> int:
+def history(file: Path, /, *, profile: str | None = None, check: Flag = False) -> int:
     """List past validations and answers of reviewers; exit code 5 when the newest is a regression.
 
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
         profile: only runs of this profile
+        check: for CI: compare the newest run only; exit code 7 when it cannot be judged, and 2 when
+            a line was edited or removed
     """
-    from virnuc_core.report.regression import read_history, regression, trend
+    from virnuc_core.report.regression import (
+        read_history,
+        regression,
+        require_whole_history,
+        trend,
+    )
     from virnuc_core.report.text import cell
     from virnuc_core.system_errors import is_regular_file
 
@@ -110,6 +118,9 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     if not entries:
         problem = "no run of that kind is in it" if is_regular_file(file) else "no such file"
         raise InputError(problem, file=file, hint="a validation writes it beside its directory")
+    if check:
+        require_whole_history(file)
+        return _check_newest(regression(entries, entries[-1]))
     rows = trend(entries)
     header = list(rows[0])
     cells = [[cell(value) for value in row.values()] for row in rows]
@@ -140,6 +151,30 @@ def _show_answers(file: Path, profile: str | None) -> None:
     if rows:
         header = ("run", "profile", "answered", "verdict", "reviewer", "note, contradictions")
         show_table(header, rows, title="Answers of reviewers")
+
+
+def _check_newest(newest: "Regression") -> int:
+    """Print how the newest run compares with the one before it, and return the exit code for CI.
+
+    Args:
+        newest: The comparison of the newest run with the last run like it.
+
+    Returns:
+        0 if no metric is worse by more than the profile allows, 5 if one is, and 7 if there was no
+        run to compare with, or no metric that both have.
+    """
+    from virnuc_core.report.text import cell
+    from virnuc_core.report.views.criteria import regression_rows
+
+    rows = regression_rows(newest)
+    if rows:
+        header = list(rows[0])
+        show_table(header, [[cell(value) for value in row.values()] for row in rows])
+    against = f"the run of {newest.against_created}" if newest.against_created else "no run"
+    reason = f": {newest.reason}" if newest.reason else ""
+    print(f"regression, against {against}: {newest.verdict}{reason}")
+    exit_codes = {"pass": 0, "fail": REGRESSION}
+    return exit_codes.get(newest.verdict, NOT_JUDGED)
 
 
 def profiles(name: str | None = None, /) -> None:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.checked_files import Match, compare_text
 from virnuc_core.encoder_names import DNA, PROTEIN
+from virnuc_core.errors import InputError
 from virnuc_core.lease import lease
 from virnuc_core.report.model import (
     HistoryEntry,
@@ -223,6 +224,23 @@ def history_gaps(path: Path) -> tuple[str, ...]:
     """
     lines = _read_lines(path, "passed over")
     return (*lines.edits, *lines.gaps)
+
+
+def require_whole_history(path: Path) -> None:
+    """Raise an error if a line of a history was edited or removed, as far as its lines tell.
+
+    A comparison with a run whose line was edited proves nothing.
+
+    Raises:
+        InputError: The message names the first such line, or how many lines are damaged.
+    """
+    lines = _read_lines(path, "passed over")
+    hint = "take the copy of the history that the last good run left"
+    if lines.gaps:
+        raise InputError(lines.gaps[0], hint=hint)
+    if lines.damaged:
+        n_damaged = len(lines.damaged)
+        raise InputError(f"{n_damaged} lines are damaged or were edited", file=path, hint=hint)
 
 
 def _read_lines(path: Path, consequence: str) -> _HistoryLines:

@@ -419,3 +419,38 @@ def test_the_command_shows_each_run_against_the_one_before(
     )
     history.write_text("no history\n")
     assert main(["history", str(history)]) == 2
+
+
+def test_the_check_for_ci_tells_pass_regression_and_nothing_to_compare_with_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    history = tmp_path / "history.jsonl"
+    append_history(history, OLD)
+    assert main(["history", str(history), "--check"]) == 7
+    assert "not run: no earlier run of this profile" in capsys.readouterr().out
+    append_history(history, entry("2026-03-03"))
+    assert main(["history", str(history), "--check"]) == 0
+    assert f"against the run of {OLD.created}: pass" in capsys.readouterr().out
+    append_history(history, entry("2026-03-04", tokens_per_s=0.85 * (OLD.tokens_per_s or 0)))
+    assert main(["history", str(history), "--check"]) == 5
+    assert "-15.0 %" in capsys.readouterr().out
+    append_history(history, entry("2026-03-05", weights="new"))
+    assert main(["history", str(history), "--check"]) == 7, "stale is no pass"
+
+
+@pytest.mark.parametrize("damage", ["edited", "removed"])
+def test_the_check_for_ci_refuses_a_history_with_an_edited_or_removed_line(
+    tmp_path: Path, damage: str
+) -> None:
+    history = tmp_path / "history.jsonl"
+    for day in ("2026-03-02", "2026-03-03", "2026-03-04"):
+        append_history(history, entry(day))
+    lines = history.read_text().splitlines(keepends=True)
+    if damage == "removed":
+        del lines[1]
+    else:
+        lines[1] = lines[1].replace('"criteria_met": ', '"criteria_met": 1')
+    history.write_text("".join(lines))
+    assert main(["history", str(history)]) in (0, 5), "listing is possible"
+    assert main(["history", str(history), "--check"]) == 2

@@ -70,7 +70,17 @@ def regression_section(regression: Regression) -> Section:
         parts.append(f"against {regression.against_commit} of {regression.against_created}")
     if regression.reason:
         parts.append(regression.reason)
-    rows: list[Row] = [
+    return Section(
+        "Regression",
+        lead=Mark(regression.verdict),
+        sentences=[": ".join(parts)],
+        tables=[Table(regression_rows(regression))],
+    )
+
+
+def regression_rows(regression: Regression) -> list[Row]:
+    """Return a table row for each metric of two compared runs; none if there was no earlier run."""
+    return [
         {
             "Metric": metric.name,
             "Before": number(metric.before, 2),
@@ -80,12 +90,6 @@ def regression_section(regression: Regression) -> Section:
         }
         for metric in regression.metrics
     ]
-    return Section(
-        "Regression",
-        lead=Mark(regression.verdict),
-        sentences=[": ".join(parts)],
-        tables=[Table(rows)],
-    )
 
 
 def approval_section(approval: ApprovalState) -> Section:
