@@ -766,6 +766,8 @@ def _compute(
             "attempts": (*earlier, current),
         }
     )
+    measurements = runfiles.measurement_digests(job.run, summary.attempts)
+    summary = summary.model_copy(update={"measurements": measurements})
     # The summary is written last: a run is complete if summary.json exists.
     remove_file(job.run.journal, job.run.root, missing_ok=True)
     write(job.run.summary, summary)
@@ -837,6 +839,7 @@ def write_stopped_summary(
         n_reads=staging.counts.n_reads,
         devices=tuple(devices),
         attempts=tuple(attempts),
+        measurements=runfiles.measurement_digests(run, attempts),
     )
     write(run.summary, summary)
 

@@ -208,6 +208,32 @@ def digest(path: Path, root: Path | None = None) -> FileDigest | None:
         return None
 
 
+def measurement_digests(run: RunDir, attempts: Sequence["Attempt"]) -> dict[str, FileDigest]:
+    """Return size and SHA-256 of the files that hold the measurements of a run.
+
+    The summary of a run keeps them, so that a later edit of one of these files is noticed.
+
+    Args:
+        run: The run directory.
+        attempts: Its attempts, which name their telemetry files.
+
+    Returns:
+        The digests of `run.json` and of all telemetry files, by their paths below the run
+        directory. A file that does not exist is left out.
+    """
+    names = [run.record.name]
+    for attempt in attempts:
+        if attempt.telemetry:
+            stem = Path(attempt.telemetry).stem
+            names += [f"{run.telemetry.name}/{stem}.h5", f"{run.telemetry.name}/{stem}.json"]
+    digests = {}
+    for name in names:
+        content = digest(run.root / name, run.root)
+        if content is not None:
+            digests[name] = content
+    return digests
+
+
 def changed_files(folder: Path, recorded: Mapping[str, FileDigest | None] | None) -> list[str]:
     """Return the names of files that are not as they were recorded.
 
@@ -752,3 +778,5 @@ class RunSummary(RunCounts):
     deaths: tuple[str, ...] | None = None
     flops: ModelFlops | None = None
     files: dict[str, FileDigest] | None = None  # result files by name; None in older versions
+    # run.json and the telemetry files, by path below the run directory; None in older versions
+    measurements: dict[str, FileDigest] | None = None

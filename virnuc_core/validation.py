@@ -205,6 +205,8 @@ class BaselineSummary(RunFile):
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
     # The result files, by name; None: there are none, or an older version wrote this summary
     files: dict[str, FileDigest] | None = None
+    # The digest of its `run.json`; None if the time is a recorded one, or in older versions
+    measurements: dict[str, FileDigest] | None = None
     reused: bool = Field(False, exclude=True)
 
 
@@ -425,3 +427,6 @@ class ComparisonFile(RunFile):
 
     schema_version: int = 1
     comparisons: tuple[Comparison, ...]
+    # The summaries of the baseline, the runs and their repetitions, by their paths in the
+    # validation's directory. None: an older version
+    measurements: dict[str, FileDigest] | None = None

@@ -52,6 +52,7 @@ from virnuc_core.runfiles import (
     RunRecord,
     changed_files,
     digest,
+    measurement_digests,
     new_record,
     read_or_set_aside,
     write,
@@ -158,6 +159,8 @@ def run_baseline(
         files = _result_digests(run)
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
+        measurements = measurement_digests(run, ())
+        summary = summary.model_copy(update={"measurements": measurements})
         write(run.summary, summary)
     return summary
 

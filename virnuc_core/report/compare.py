@@ -13,12 +13,13 @@ from typing import Final, Literal
 import numpy as np
 import pandas as pd
 
+from virnuc_core.checked_files import has_own_digest
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.agreement import RowPair, agreement
 from virnuc_core.report.cosines import cosines
 from virnuc_core.report.model import BASELINE
-from virnuc_core.report.raw_files import COMPARISON
+from virnuc_core.report.raw_files import COMPARISON, SUMMARY, run_names
 from virnuc_core.report.result_tables import (
     FORMATS,
     Part,
@@ -31,7 +32,9 @@ from virnuc_core.report.row_names import RowNames, rename_rows, unique_names
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import (
     MODEL_LENGTH,
+    FileDigest,
     RunRecord,
+    digest,
     find_mismatches,
     identity,
     listed_digest,
@@ -98,8 +101,38 @@ def compare_runs(
             embeddings=is_exact,
         )
         comparisons.append(comparison)
-    write(out / COMPARISON, ComparisonFile(comparisons=tuple(comparisons)))
+    file = ComparisonFile(
+        comparisons=tuple(comparisons), measurements=_measurement_digests(out, names)
+    )
+    write(out / COMPARISON, file)
     return tuple(comparisons)
+
+
+def _measurement_digests(out: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """Return size and SHA-256 of the summaries of everything that a validation has measured.
+
+    The comparison is made last. So a summary that is edited or removed later is noticed. The cost
+    of commits is not listed, because `virnuc overhead` may measure it again at any time.
+
+    Args:
+        out: The validation's directory.
+        names: The folders of its runs.
+
+    Returns:
+        The digests of the summaries of the baseline, the runs and their repetitions, by their paths
+        below the directory. A summary of an older version, without its own digest, is left out.
+    """
+    folders = [BASELINE]
+    for name in names:
+        folders += [name, *run_names(out, f"{name}.")]
+    digests = {}
+    for name in [f"{folder}/{SUMMARY}" for folder in folders]:
+        if not path_exists(out / name) or not has_own_digest(out / name, out):
+            continue
+        content = digest(out / name, out)
+        if content is not None:
+            digests[name] = content
+    return digests
 
 
 def compared_sides(out: Path, names: Sequence[str]) -> list[Sides]:

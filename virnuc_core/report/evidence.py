@@ -40,7 +40,7 @@ def missing_evidence(raw: RawFolder, record: ValidationRecord | None) -> dict[st
     """
     missing: dict[str, str] = {}
     if record is not None and _has_ended(raw):
-        for name in (*record.expected_files, *_compared_summaries(raw)):
+        for name in (*record.expected_files, *_measurements_before_comparison(raw)):
             if not path_exists(raw.root / name):
                 missing[name] = f"{name} is missing, which the validation left"
         if record.expected_files and not path_exists(raw.root / COMPARISON):
@@ -73,12 +73,12 @@ def _has_ended(raw: RawFolder) -> bool:
     return path_exists(raw.root / COMPARISON) or path_exists(raw.root / "report" / "report.json")
 
 
-def _compared_summaries(raw: RawFolder) -> list[str]:
-    """Return the summaries of all parts that `comparison.json` names."""
+def _measurements_before_comparison(raw: RawFolder) -> list[str]:
+    """Return the files of measurements that `comparison.json` lists or compares."""
     file = raw.read(ComparisonFile, COMPARISON)
     if file is None:
         return []
-    names = []
+    names = list(file.measurements or {})
     for comparison in file.comparisons:
         for part in (comparison.a, comparison.b):
             if part == BASELINE or part.startswith(RUN_PREFIX):

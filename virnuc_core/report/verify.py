@@ -10,13 +10,14 @@ piece by piece, however many there are.
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from virnuc_core.checked_files import OWN_DIGEST_FIELD, without_own_digest
 from virnuc_core.config import OnShare
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.errors import ConfigError, StorageError, UnreadableError, VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.reads.workers import Workers
@@ -31,9 +32,11 @@ from virnuc_core.report.regression import (
     REGRESSION,
     SERIES_FIELDS,
     RegressionFile,
+    approval_line,
     entry_of,
     history_gaps,
     history_path,
+    read_approvals,
     read_history,
     recorded_comparison,
 )
@@ -41,6 +44,7 @@ from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.verification import ABSENT, Verification
 from virnuc_core.report.verify_runs import (
     verify_baseline,
+    verify_measurements,
     verify_overhead,
     verify_results,
     verify_run,
@@ -51,7 +55,13 @@ from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
 from virnuc_core.system_errors import is_regular_file, path_exists
-from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement, ValidationRecord
+from virnuc_core.validation import (
+    ApprovalRecord,
+    Comparison,
+    ComparisonFile,
+    LabelAgreement,
+    ValidationRecord,
+)
 
 # What another version of matplotlib may draw otherwise: the charts of a page, and its name
 DRAWN: Final = re.compile(
@@ -62,6 +72,9 @@ MAX_PAGE_BYTES: Final = 256 << 20  # of a page of a report, with its charts
 MIN_BYTES_FOR_PROCESSES: Final = 16_000_000
 # of a comparison; files of older versions do not have them
 SCORE_FIELDS: Final = ("max_diff_score1", "max_diff_score2", "score1_match", "score2_match")
+
+# Of each record: the reads and all weights.
+REQUIRED_DIGESTS: Final = ("reads", PROTEIN.name, DNA.name, "head")
 
 Check = Callable[[Verification, RawFolder], None]
 
@@ -125,7 +138,7 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
     checks += [partial(verify_results, name=name) for name in run_names(out)]
     checks += [partial(verify_run, name=name) for name in _runs_and_repetitions(out)]
     checks += [partial(_verify_comparison, claimed=comparison) for comparison in comparisons]
-    checks += [verify_baseline, verify_overhead, verify_times]
+    checks += [verify_measurements, verify_baseline, verify_overhead, verify_times]
     return checks
 
 
@@ -154,22 +167,48 @@ def _run_check(out: Path, check: Check) -> Verification:
 def _verify_identities(verification: Verification, raw: RawFolder) -> None:
     """Check that all runs had the same reads and weights, and used the devices in their records."""
     records = {}
-    for name in (*run_names(raw.root), BASELINE):
+    for name in (*_runs_and_repetitions(raw.root), BASELINE):
         record = raw.read(RunRecord, name, RECORD)
         if record is not None:
             records[name] = record
     identities = {name: identity(record) for name, record in records.items()}
-    first = next(iter(identities.values()), {})
+    validation_record = raw.read(ValidationRecord, RECORD)
+    # The validation's own record decides. The first run does so if it cannot be read.
+    expected = next(iter(identities.values()), {})
+    if validation_record is not None:
+        expected = identity(validation_record)
     for name, record in records.items():
         run_identity = identities[name]
-        # A record may lack a part, such as the model length. Only what both have can be compared.
-        for part in sorted(run_identity.keys() & first.keys()):
-            verification.compare(f"{name}/{RECORD}: {part}", run_identity[part], first[part])
+        # Records of older versions lack the model length, and a run has further digests, such as
+        # that of its int8 calibration. Only what both have can be compared then.
+        parts = run_identity.keys() & expected.keys()
+        parts |= {part for part in REQUIRED_DIGESTS if part in run_identity or part in expected}
+        for part in sorted(parts):
+            verification.compare(
+                f"{name}/{RECORD}: {part}",
+                run_identity.get(part, ABSENT),
+                expected.get(part, ABSENT),
+            )
+        verification.compare(
+            f"{name}/{RECORD}: resolved", record.resolved, _settings(records, name)
+        )
         summary = raw.read(RunSummary, name, SUMMARY)
         if summary is not None and summary.devices:
             recorded = [device.model_dump() for device in record.devices]
             used = [device.model_dump() for device in summary.devices]
             verification.compare(f"{name}/{RECORD}: devices", recorded, used)
+
+
+def _settings(records: Mapping[str, RunRecord], name: str) -> dict[str, Any]:
+    """Return the settings that decide results, as the run with the fewest devices recorded them.
+
+    Args:
+        records: The records of all runs, fewest devices first, and of the baseline.
+        name: The folder of the run to be compared. That of the baseline has no such settings.
+    """
+    if name == BASELINE:
+        return records[BASELINE].resolved
+    return next(record.resolved for run, record in records.items() if run != BASELINE)
 
 
 def _verify_report(
@@ -210,6 +249,7 @@ def _verify_report(
         # The history was written with the profile at the start of the validation.
         new_report = build_report(out, began_with)
     _verify_history(verification, out, new_report, record)
+    _verify_approval(verification, raw, new_report, record)
 
 
 def _verify_profile(
@@ -391,6 +431,32 @@ def _newer_commit(out: Path, report: Report, commit: str) -> dict[str, str]:
     if (run_record.git_commit or "unknown") != commit:
         return {}
     return {"commit": report.provenance.git_commit or "unknown"}
+
+
+def _verify_approval(
+    verification: Verification, raw: RawFolder, report: Report, record: ValidationRecord | None
+) -> None:
+    """Compare the reviewer's answer with the newest answer on this run in the history.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        report: The report as it was when the history was written.
+        record: The validation's record, which may name the history.
+    """
+    path = history_path(raw.root, record)
+    if not path_exists(path):
+        return
+    answer = raw.read(ApprovalRecord, "report", APPROVAL)
+    # An answer names the run by its start and its machine, as this line would.
+    own_line = approval_line(report, answer or ApprovalRecord(verdict="pending"))
+    answers = []
+    for line in read_approvals(path):
+        if (line.created, line.host) == (own_line.created, own_line.host):
+            answers.append(line.approval)
+    if answers:
+        label = f"report/{APPROVAL} against {path.name}"
+        verification.compare(label, ABSENT if answer is None else answer, answers[-1])
 
 
 def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comparison) -> None:

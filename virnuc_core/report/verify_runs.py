@@ -6,12 +6,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from virnuc_core.checked_files import has_own_digest
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoder_names import NAMES
 from virnuc_core.engine.shards import is_sealed, read_plan, read_scores, shard_path
+from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.model import BASELINE
-from virnuc_core.report.raw_files import RECORD, SUMMARY, NamedTelemetry, RawFolder
+from virnuc_core.report.raw_files import (
+    COMPARISON,
+    RECORD,
+    SUMMARY,
+    NamedTelemetry,
+    RawFolder,
+    run_names,
+)
 from virnuc_core.report.result_tables import iterate_results
 from virnuc_core.report.verification import Verification
 from virnuc_core.results import write_results
@@ -25,6 +34,7 @@ from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
     OVERHEAD,
     BaselineSummary,
+    ComparisonFile,
     OverheadFile,
     OverheadPair,
     ValidationRecord,
@@ -35,6 +45,31 @@ CLOCK_S: Final = 1e-3  # by which times of two clocks may differ
 MAX_UNCOMMITTED_S: Final = 0.01
 # Stages without a model; their time grows with the rows
 STAGES_OF_ROWS: Final = (*STAGES[:4], *STAGES[6:])
+# What every summary of a run tells that came to its end, and that figures of the report stand on
+REQUIRED_FIELDS: Final = (
+    "wall_s",
+    "staging_s",
+    "total_s",
+    "n_reads",
+    "n_chunks",
+    "n_rows",
+    "n_uniques",
+    "shards",
+    "shards_computed",
+    "shards_reused",
+    "restarts",
+    "rows_set_aside",
+    "log_errors",
+    "deaths",
+    "files",
+    "threshold",
+    "rows_virus",
+    "chunks_virus",
+    "chunks_scored",
+    "protein_tokens",
+)
+# What also the summary of a run tells that was ended at its time limit
+REQUIRED_OF_STOPPED_RUNS: Final = REQUIRED_FIELDS[:4]
 RESULT_COUNTS: Final = ("fates", "rows_virus", "chunks_virus", "chunks_scored")
 
 
@@ -50,7 +85,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
     if summary is None:
         return
     run = RunDir(raw.root / name)
-    _compare_digests(verification, run, summary.files)
+    _compare_digests(verification, run.root, summary.files, SUMMARY)
     store_path = RunDir(raw.root).store
     if not path_exists(run.plan) or not path_exists(store_path):
         verification.remarks.append(
@@ -116,12 +151,63 @@ def _compare_table(verification: Verification, where: str, path: Path, new_path:
 
 
 def _compare_digests(
-    verification: Verification, run: RunDir, files: Mapping[str, FileDigest] | None
+    verification: Verification,
+    folder: Path,
+    files: Mapping[str, FileDigest] | None,
+    listed_in: str,
 ) -> None:
-    """Compare the digests of files with those in the run's summary."""
+    """Compare files with the digests that were recorded for them.
+
+    Args:
+        verification: Collects the differences.
+        folder: The folder of the files. Its name stands in the messages.
+        files: The recorded digests, by the path below the folder. None if there are none.
+        listed_in: The name of the file with these digests, for messages.
+    """
     for name, file_digest in (files or {}).items():
-        label = f"{run.root.name}/{name}, which {SUMMARY} lists"
-        verification.compare(label, file_digest, digest(run.root / name, run.root))
+        label = f"{folder.name}/{name}, which {listed_in} lists"
+        verification.compare(label, file_digest, digest(folder / name, folder))
+
+
+def _compare_measurements(
+    verification: Verification, raw: RawFolder, name: str, files: Mapping[str, FileDigest] | None
+) -> None:
+    """Compare `run.json` and the telemetry of a run with the digests in its summary.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        name: The folder of the run or of the baseline.
+        files: The recorded digests. None: an older version wrote the summary.
+    """
+    # A summary without its own digest counts as one of an older version, here as elsewhere. That
+    # nobody has edited it is then seen from its digest in `comparison.json`.
+    if has_own_digest(raw.root / name / SUMMARY, raw.root):
+        _compare_digests(verification, raw.root / name, files, SUMMARY)
+
+
+def verify_measurements(verification: Verification, raw: RawFolder) -> None:
+    """Compare the files of all measurements with the digests in `comparison.json`.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+    """
+    comparison = raw.read(ComparisonFile, COMPARISON)
+    if comparison is None:
+        return
+    _compare_digests(verification, raw.root, comparison.measurements, COMPARISON)
+    if comparison.measurements is not None:
+        return
+    # The comparison is made last. So if a run lists its measurements, the version that made the
+    # comparison did so as well.
+    for name in run_names(raw.root):
+        summary = raw.read(RunSummary, name, SUMMARY)
+        if summary is not None and summary.measurements is not None:
+            verification.add_difference(
+                f"{COMPARISON} does not list the files of measurements, but {name}/{SUMMARY} does"
+            )
+            return
 
 
 def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
@@ -135,11 +221,14 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
     summary = raw.read(RunSummary, name, SUMMARY)
     if summary is None:
         return
+    _compare_measurements(verification, raw, name, summary.measurements)
+    _require_fields(verification, f"{name}/{SUMMARY}", summary)
     attempts = summary.attempts
     if not attempts:  # an older version did not list the only attempt of a run
         attempts = (
             Attempt(started="", devices=(), wall_s=summary.wall_s, telemetry=summary.telemetry),
         )
+    _verify_attempts(verification, raw, name, summary)
     total_s = None
     if summary.staging_s is not None and summary.wall_s is not None:
         total_s = summary.staging_s + summary.wall_s
@@ -160,6 +249,56 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
             continue
         is_newest = attempt is attempts[-1]
         _verify_telemetry(verification, raw, telemetry, summary, attempt, is_newest=is_newest)
+
+
+def _verify_attempts(
+    verification: Verification, raw: RawFolder, name: str, summary: RunSummary
+) -> None:
+    """Check that summary and record of a run list the same attempts, deaths and error lines.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        name: The folder of the run.
+        summary: The summary of the run.
+    """
+    where = f"{name}/{SUMMARY}"
+    record = raw.read(RunRecord, name, RECORD)
+    measured_attempts = () if record is None else _measured_attempts(record)
+    # The record does not tell when an attempt was ended at its time limit. Older versions listed
+    # no attempts.
+    if measured_attempts and summary.attempts and not summary.stopped_at_limit:
+        recorded = [attempt.model_dump(mode="json") for attempt in measured_attempts]
+        listed = [attempt.model_dump(mode="json") for attempt in summary.attempts]
+        verification.compare(f"{where}: attempts", listed, recorded)
+    if summary.deaths is not None and summary.attempts:
+        deaths = [death for attempt in summary.attempts for death in attempt.deaths]
+        verification.compare(f"{where}: deaths", list(summary.deaths), deaths)
+
+
+def _measured_attempts(record: RunRecord) -> list[Attempt]:
+    """Return the attempts of a run without those that were killed before they measured anything."""
+    return [attempt for attempt in record.attempts if attempt.wall_s is not None]
+
+
+def _require_fields(verification: Verification, where: str, summary: RunSummary) -> None:
+    """Add a difference for each figure that was removed from the summary of a run.
+
+    Args:
+        verification: Collects the differences.
+        where: The name of the summary.
+        summary: The summary. Those of older versions lacked some of the figures, so nothing is
+            asked of them.
+    """
+    if summary.measurements is None:
+        return
+    names = REQUIRED_OF_STOPPED_RUNS if summary.stopped_at_limit else REQUIRED_FIELDS
+    missing = [name for name in names if getattr(summary, name) is None]
+    if not summary.attempts:
+        missing.append("attempts")
+    if not summary.devices:
+        missing.append("devices")
+    verification.compare(f"{where}: figures that are missing", missing, [])
 
 
 def _verify_telemetry(
@@ -280,11 +419,21 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
     """Compare the summary of the baseline with its stages, result file and profile."""
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     record = raw.read(ValidationRecord, RECORD)
-    if summary is None or summary.measured_s is None:
+    if summary is None:
         return
     run = RunDir(raw.root / BASELINE)
     summary_name = f"{BASELINE}/{SUMMARY}"
-    _compare_digests(verification, run, summary.files)
+    _compare_digests(verification, run.root, summary.files, SUMMARY)
+    _compare_measurements(verification, raw, BASELINE, summary.measurements)
+    if record is not None and record.profile is not None:
+        expected = _expected_baseline(record.profile.baseline)
+        verification.compare_fields(summary_name, summary, expected)
+    if summary.source == "measured":
+        for field in ("measured_s", "wall_s", "n_reads"):
+            if getattr(summary, field) is None:
+                verification.add_difference(f"{summary_name} does not tell {field}")
+    if summary.measured_s is None:
+        return
     _verify_baseline_time(verification, summary_name, summary, summary.measured_s)
     subset = summary.subset
     if subset is not None:
@@ -297,6 +446,22 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
     if path_exists(run.predictions):
         n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
         verification.compare_fields(summary_name, summary, {"measured_rows": n_rows})
+
+
+def _expected_baseline(spec: BaselineSpec) -> dict[str, object]:
+    """Return the fields of a baseline's summary that the settings of a validation decide.
+
+    Args:
+        spec: The settings, from the profile in the validation's record.
+
+    Returns:
+        Values by field. A value is `None` if the settings do not decide it.
+    """
+    fields: dict[str, object] = {"name": spec.name, "source": spec.source}
+    if spec.source == "recorded":
+        fields["wall_s"] = spec.recorded_seconds
+        fields["recorded_reads"] = spec.recorded_reads
+    return fields
 
 
 def _verify_baseline_time(

@@ -1,6 +1,7 @@
 """Verify the store of a validation: what it holds, and that its reads give it again."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -20,9 +21,9 @@ from virnuc_core.report.raw_files import RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.result_tables import load_results
 from virnuc_core.report.verification import Verification
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.runfiles import RunFile, RunSummary, digest
 from virnuc_core.system_errors import is_regular_file, path_exists
-from virnuc_core.validation import BaselineSummary, ValidationRecord
+from virnuc_core.validation import BaselineSummary, StagingTally, ValidationRecord
 
 SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
 
@@ -43,6 +44,8 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
         label = f"{RECORD}: fingerprint of the reads"
         verification.compare(label, record.fingerprints["reads"], store.fingerprint)
 
+        _verify_input_files(verification, record, counts)
+
     files: dict[str, RunFile | None] = {}
     for name in run_names(raw.root):
         files[f"{name}/{SUMMARY}"] = raw.read(RunSummary, name, SUMMARY)
@@ -61,6 +64,33 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
         }
         verification.compare_fields(f"{BASELINE}/{SUMMARY}: subset", subset, tokens)
     _stage_again(verification, store, record)
+
+
+def _verify_input_files(
+    verification: Verification, record: ValidationRecord, counts: Mapping[str, int]
+) -> None:
+    """Check that the input files in a record have the reads of the store, and their content.
+
+    Args:
+        verification: Collects the differences.
+        record: The validation's record.
+        counts: The counts of the store; see `count_store`.
+    """
+    if not record.inputs:  # of an older version
+        return
+    for name in ("reads", "empty", "duplicate_ids"):
+        total = sum(getattr(file, name) for file in record.inputs)
+        verification.compare(f"{RECORD}: inputs: {name} of all files", total, counts[name])
+    staging = record.staging or StagingTally()
+    if staging.skipped is not None:
+        skipped = sum(file.skipped for file in record.inputs)
+        verification.compare(f"{RECORD}: inputs: skipped of all files", skipped, staging.skipped)
+    # Their whole paths are in the record of the staging. A file that was moved is not looked for.
+    path_of = {Path(name).name: Path(name) for name in staging.files}
+    for file in record.inputs:
+        path = path_of.get(Path(file.file).name)
+        if file.content is not None and path is not None and is_regular_file(path):
+            verification.compare(f"{RECORD}: inputs: {file.file}", file.content, digest(path))
 
 
 def count_store(store: OrfStore) -> dict[str, int]:
