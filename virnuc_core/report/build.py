@@ -5,6 +5,7 @@ What is missing is `None` and `not run`, never a crash.
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -279,17 +280,19 @@ def _account_for_reads(
     """
     if run is None:
         return None
-    columns = {"fate": "str", "flags": "str"}
+    # Few texts occur in these columns, so a table of millions of reads needs little memory.
+    columns = {"fate": "category", "flags": "category"}
     path = RunDir(raw.root / run.name).reads_table
     table = raw.table(path, columns)
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
-    # The id of the first read is cut off, so that all duplicates count as one remark.
-    remarks = table["flags"][table["flags"] != ""].str.replace(
-        DUPLICATE_ID, "duplicate_of", regex=True
-    )
-    flag_counts = remarks.str.split(",").explode().value_counts(sort=False).to_dict()
+    flag_counts: Counter[str] = Counter()
+    for text, count in table["flags"].value_counts(sort=False).items():
+        if text:
+            # The id of the first read is cut off, so that all duplicates count as one remark.
+            for flag in DUPLICATE_ID.sub("duplicate_of", str(text)).split(","):
+                flag_counts[flag] += int(count)
     is_same_as_run = _without_zeros(run.fates) == _without_zeros(fates)
     staging = None if record is None else record.staging
     return Accounting(

@@ -32,11 +32,9 @@ from virnuc_core.report.regression import (
     REGRESSION,
     SERIES_FIELDS,
     RegressionFile,
-    approval_line,
     entry_of,
     history_gaps,
     history_path,
-    read_approvals,
     read_history,
     recorded_comparison,
 )
@@ -56,7 +54,6 @@ from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
 from virnuc_core.system_errors import is_regular_file, path_exists
 from virnuc_core.validation import (
-    ApprovalRecord,
     Comparison,
     ComparisonFile,
     LabelAgreement,
@@ -249,7 +246,6 @@ def _verify_report(
         # The history was written with the profile at the start of the validation.
         new_report = build_report(out, began_with)
     _verify_history(verification, out, new_report, record)
-    _verify_approval(verification, raw, new_report, record)
 
 
 def _verify_profile(
@@ -431,32 +427,6 @@ def _newer_commit(out: Path, report: Report, commit: str) -> dict[str, str]:
     if (run_record.git_commit or "unknown") != commit:
         return {}
     return {"commit": report.provenance.git_commit or "unknown"}
-
-
-def _verify_approval(
-    verification: Verification, raw: RawFolder, report: Report, record: ValidationRecord | None
-) -> None:
-    """Compare the reviewer's answer with the newest answer on this run in the history.
-
-    Args:
-        verification: Collects the differences.
-        raw: The validation's files.
-        report: The report as it was when the history was written.
-        record: The validation's record, which may name the history.
-    """
-    path = history_path(raw.root, record)
-    if not path_exists(path):
-        return
-    answer = raw.read(ApprovalRecord, "report", APPROVAL)
-    # An answer names the run by its start and its machine, as this line would.
-    own_line = approval_line(report, answer or ApprovalRecord(verdict="pending"))
-    answers = []
-    for line in read_approvals(path):
-        if (line.created, line.host) == (own_line.created, own_line.host):
-            answers.append(line.approval)
-    if answers:
-        label = f"report/{APPROVAL} against {path.name}"
-        verification.compare(label, ABSENT if answer is None else answer, answers[-1])
 
 
 def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comparison) -> None:

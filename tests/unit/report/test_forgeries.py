@@ -430,8 +430,8 @@ RESULTS: Forgeries = {
         rf"{TWO}/(summary\.json: rows_set_aside|failed\.tsv: line)",
     ),
     "failed reads not counted": (
-        reported(text(f"{TWO}/summary.json", r'"failed": 1', '"failed": 0'), PROFILE),
-        r"n_reads|fates\.failed|damaged|not as it was",
+        reported(figure(f"{TWO}/summary.json", "fates", "failed", to=0), PROFILE),
+        r"n_reads|fates\.failed",
     ),
     "a read left out": (
         listed(f"{ONE}/reads.tsv", text(f"{ONE}/reads.tsv", r"^sim_.*\n", "")),
