@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -292,6 +293,7 @@ def nan_hidden(out: Path) -> None:
                 )
 
 
+Forger = Callable[[Forgery, str], Forgery]  # see `tests.forging`
 Forgeries = dict[str, tuple[Forgery, str]]  # name → how, and what a difference must say
 
 REPORT: Forgeries = {
@@ -614,13 +616,21 @@ EMPTY: tuple[str, ...] = (
 
 
 def edited(
-    name: str, *keys: str | int, to: object, forger: object = careful
+    name: str, *keys: str | int, to: object, forger: Forger = careful, named: str = ""
 ) -> tuple[str, Forgery, str]:
-    """Return a figure of a file as a forgery: its name, the forgery, and the name of the file."""
-    shown = ".".join(str(key) for key in keys)
-    label = f"{forger.__name__}: {name}: {shown} = {to if to is not ... else 'gone'}"  # type: ignore[attr-defined]
+    """Return a figure of a file as a forgery: its name, the forgery, and what a difference must say.
+
+    Args:
+        name: The file, as a pattern of `Path.glob`.
+        keys: Where the figure is in the file.
+        to: Its new value. `...` removes it.
+        forger: How the forger hides it.
+        named: What the difference must say. By default it names the file.
+    """
+    place = ".".join(str(key) for key in keys)
+    label = f"{forger.__name__}: {name}: {place} = {'gone' if to is ... else to}"
     file_name = re.escape(name).replace(r"\*", ".*")
-    return label, forger(figure(name, *keys, to=to), PROFILE), file_name  # type: ignore[operator]
+    return label, forger(figure(name, *keys, to=to), PROFILE), named or file_name
 
 
 SUMMARY, BASELINE, COMPARISON = f"{TWO}/summary.json", "baseline/summary.json", "comparison.json"
@@ -704,7 +714,7 @@ FIGURES = [
     edited("run.json", "staging", "skipped", to=1),
     edited("run.json", "inputs", 0, "reads", to=1),
     edited("run.json", "inputs", 0, "content", "sha256", to="beef"),
-    edited("run.json", "profile", "min_reads", to=1_000),
+    edited("run.json", "profile", "min_reads", to=1_000, named=r"^profile\.min_reads"),
     # of a run, with all lists of digests: another file still says what it was
     edited(SUMMARY, "wall_s", to=0.5, forger=thorough),
     edited(SUMMARY, "total_s", to=0.5, forger=thorough),
@@ -713,12 +723,13 @@ FIGURES = [
     edited(SUMMARY, "n_rows", to=0, forger=thorough),
     edited(SUMMARY, "n_rows", to=..., forger=thorough),
     edited(SUMMARY, "fates", "failed", to=0, forger=thorough),
-    edited(SUMMARY, "shards_computed", to=1, forger=thorough),
+    edited(SUMMARY, "shards_computed", to=1, forger=thorough, named=r"telemetry_.*shards_computed"),
     edited(SUMMARY, "rows_set_aside", to=0, forger=thorough),
     edited(SUMMARY, "chunks_virus", to=0, forger=thorough),
-    edited(SUMMARY, *DEVICE, "kind", to="cuda", forger=thorough),
+    edited(
+        SUMMARY, *DEVICE, "kind", to="cuda", forger=thorough, named=rf"{TWO}/run\.json: devices"
+    ),
     edited(SUMMARY, "attempts", to=[], forger=thorough),
-    edited(SUMMARY, "measurements", to=..., forger=thorough),
     edited(f"{TWO}/run.json", "fingerprints", "reads", to=..., forger=thorough),
     edited(f"{TWO}/run.json", "fingerprints", "head", to="beef", forger=thorough),
     edited(f"{TWO}/run.json", "resolved", "precision", to="fp16", forger=thorough),
