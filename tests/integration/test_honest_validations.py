@@ -18,10 +18,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from virnuc.flows.cli import main
-from virnuc.flows.scale import scale
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.scale import scale
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc_core.checked_files import OWN_DIGEST_FIELD
 from virnuc_core.engine import devices
 from virnuc_core.profiles import load_profile
@@ -172,12 +173,13 @@ def test_what_was_tidied_up_is_a_remark(out: Path) -> None:
 # Validations of further kinds
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="int8 needs a CUDA device")
 def test_int8_is_silent(tmp_path: Path, reads: Path, models: Path) -> None:
     calibrated = tmp_path / "models"
     shutil.copytree(models, calibrated)
-    arguments: dict[str, Any] = {"models": calibrated, "devices": "cpu:1", "profile": PROFILE}
+    arguments: dict[str, Any] = {"models": calibrated, "devices": "cuda:0", "profile": PROFILE}
     arguments |= {"reads": [str(reads)], "out": tmp_path / "out", "precision": "int8"}
-    assert main(["models", "quantize", str(calibrated), str(reads), "--device", "cpu"]) == 0
+    assert main(["models", "quantize", str(calibrated), str(reads), "--device", "cuda:0"]) == 0
     validate(**arguments)
     assert_silent(tmp_path / "out")
 
