@@ -46,11 +46,11 @@ from virnuc_core.profiles import FOLDER as PROFILES
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.store import OrfStore, seal
-from virnuc_core.report.build import APPROVAL, rerender, write_report
+from virnuc_core.report.approvals import APPROVAL, APPROVALS, keep_answer
+from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.regression import (
     HISTORY,
-    append_approval,
     append_history,
     approval_line,
     read_history,
@@ -58,7 +58,7 @@ from virnuc_core.report.regression import (
 from virnuc_core.report.verify import verify_report
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import digest, write
+from virnuc_core.runfiles import digest
 from virnuc_core.validation import ApprovalRecord
 
 from ...bare import PROFILE, validate
@@ -89,8 +89,7 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answer = ApprovalRecord(
         when="2030-01-01T00:00:00+00:00", verdict="rejected", reviewer="Ada", note="too slow"
     )
-    write(out_dir / "report" / APPROVAL, answer)
-    append_approval(folder / HISTORY, approval_line(report, answer))
+    keep_answer(out_dir, folder / HISTORY, approval_line(report, answer))
     rerender(out_dir)
     return out_dir
 
@@ -355,15 +354,23 @@ REPORT: Forgeries = {
     ),
     "an answer removed": (
         reported(removed(f"report/{APPROVAL}"), PROFILE),
-        rf"^report/{APPROVAL} against {HISTORY}: says \"nothing\"",
+        rf"^report/{APPROVAL} is missing",
+    ),
+    "all answers removed": (
+        reported(removed(f"report/{APPROVAL}", f"report/{APPROVALS}"), PROFILE),
+        rf"^report/{APPROVALS}: .* is missing, which {HISTORY} has",
     ),
     "an answer edited": (
         careful(figure(f"report/{APPROVAL}", "verdict", to="approved"), PROFILE),
-        rf"^report/{APPROVAL} against {HISTORY}\.verdict: says \"approved\"",
+        rf"^report/{APPROVAL} against report/{APPROVALS}\.verdict: says \"approved\"",
     ),
-    "a question of an answer edited": (
+    "a note of an answer edited": (
         careful(figure(f"report/{APPROVAL}", "note", to="fine"), PROFILE),
-        rf"^report/{APPROVAL} against {HISTORY}\.note",
+        rf"^report/{APPROVAL} against report/{APPROVALS}\.note",
+    ),
+    "an answer edited in the file of all answers": (
+        text(f"report/{APPROVALS}", '"rejected"', '"approved"'),
+        rf"{APPROVALS}:1: ",
     ),
 }
 
@@ -379,7 +386,7 @@ HISTORIES: Forgeries = {
     ),
     "an answer edited in the history": (
         answer_in_history_edited,
-        rf"{HISTORY}:3: (not a history entry|.*was changed)",
+        rf"{HISTORY}:3: not a history entry",
     ),
     "an earlier run edited in regression.json": (
         # A report that is made again takes the lines from the history. So the copy is edited after.
