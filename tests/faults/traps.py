@@ -144,7 +144,7 @@ class Trapper:
         Returns:
             Whether it was killed.
         """
-        rng, out = self._play.rng, self._play.out
+        rng = self._play.rng
         will_kill = rng.random() < 0.2
         kill_at_s = time.monotonic() + rng.random() * self._play.truth.seconds
         n_shards_wanted = rng.randint(1, max(1, self._n_shards_in_all() - 1))
@@ -153,7 +153,7 @@ class Trapper:
             if is_due and self._is_moment(moment, n_shards_wanted):
                 self._lay_while_stopped(run, moment)
                 is_due = False
-            if moment == ANY_TIME and (out / ".virnuc").exists():
+            if moment == ANY_TIME and self._is_held():
                 self.n_laid_while_held += self.lay(moment)
                 time.sleep(rng.random() * TRAP_PAUSE_S)
             if will_kill and time.monotonic() > kill_at_s:
@@ -167,13 +167,17 @@ class Trapper:
         names = [Path(name) for name in self._play.truth.files]
         return sum(name.parent.name == "shards" and name.suffix == ".h5" for name in names)
 
+    def _is_held(self) -> bool:
+        """Return whether the command holds the directory, or that of a run in it."""
+        return any(self._play.out.rglob(".virnuc"))
+
     def _is_moment(self, moment: str, n_shards_wanted: int) -> bool:
         """Return whether a run has come to a moment, and not beyond it."""
         out = self._play.out
-        if not (out / ".virnuc").exists() or (out / "summary.json").exists():
+        if not self._is_held() or (out / "summary.json").exists():
             return False
         if moment == BEFORE_STAGING:
-            return not (out / "orfs.h5").exists()
+            return not list(out.rglob("orfs.h5"))
         n_shards = len(list(out.rglob("shards/0*.h5")))
         if moment == BETWEEN_SHARDS:
             return n_shards >= n_shards_wanted
@@ -194,11 +198,9 @@ class Trapper:
         play = self._play
         exchanges = self._owns and moment != BEFORE_START and play.rng.random() < 0.5
         if exchanges:
-            names = sorted(os.listdir(play.out)) or list(TRAPPED_NAMES)  # noqa: PTH208 - names
-        elif moment == AT_RESULTS:
-            names = list(RESULT_NAMES)
+            names = sorted(os.listdir(play.out)) or [".virnuc"]  # noqa: PTH208 - names
         else:
-            names = list(TRAPPED_NAMES)
+            names = self._unused_names(moment)
         name = play.rng.choice(names)
         target = play.rng.choice(
             (self._victim.folder, self._victim.folder / "precious.txt", self._victim.folder / "new")
@@ -210,6 +212,14 @@ class Trapper:
             verb = "for the" if exchanges else "as"
             play.round.traps.append(f"{kind} {verb} {name} {moment}")
         return not reason
+
+    def _unused_names(self, moment: str) -> list[str]:
+        """Return names that a command makes in its directory, and that nothing has yet."""
+        made_names = {Path(name).parts[0] for name in self._play.truth.files}
+        trapped_names = RESULT_NAMES if moment == AT_RESULTS else TRAPPED_NAMES
+        names = sorted({*trapped_names, *made_names})
+        out = self._play.out
+        return [name for name in names if not os.path.lexists(out / name)] or ["new"]
 
     def clear(self) -> None:
         """Remove what the intruder has laid, and put back what he has moved aside.
