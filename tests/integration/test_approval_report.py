@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 
 from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.prefect_flows.validate import validate
+from virnuc_core.profiles import QUESTIONS
+from virnuc_core.report.approvals import APPROVALS
+from virnuc_core.report.regression import read_approvals
 from virnuc_core.report.verify import verify_report
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
@@ -77,3 +81,28 @@ def test_a_rejected_validation_does_not_end_as_if_all_were_well(
         json.loads((validated["out"] / "report" / "report.json").read_text())["approval"]["verdict"]
         == "rejected"
     )
+
+
+def test_all_forms_show_the_answer_of_a_person_and_the_earlier_answers_stay(
+    validated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last answer is sent over the API, as the UI does, and contradicts the figures."""
+    folder = validated["out"] / "report"
+    earlier = read_approvals(folder / APPROVALS)
+    answer = {"verdict": "approved", "reviewer": "Bea", **dict.fromkeys(QUESTIONS, "yes")}
+    answer["all_criteria_met"] = "no"
+    monkeypatch.setattr("virnuc.flows.approval.TIME_OUT_ANSWER", answer)
+    state = validate(**validated, approval=True, approval_timeout_s=1, return_state=True)
+    sentence = "'all criteria met' was answered no, but all are met"
+    assert "; approved by Bea (contradicts the figures: " in (state.message or "")
+    assert sentence in (state.message or "")
+    for name in ("report.txt", "report.md", "report.html", "report.json"):
+        page = html.unescape((folder / name).read_text(encoding="utf-8"))
+        assert "Bea" in page, name
+        assert sentence in page, name
+    kept = read_approvals(folder / APPROVALS)
+    assert kept[:-1] == earlier
+    assert [line.approval.reviewer for line in kept[-1:]] == ["Bea"]
+    assert verify_report(validated["out"]).differences == []
+    (folder / APPROVALS).unlink()
+    assert any("of Bea" in line for line in verify_report(validated["out"]).differences)
