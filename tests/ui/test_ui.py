@@ -290,7 +290,8 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.get_by_role("button", name="Submit").last.click()
     run = server.wait(deployment, "Completed", "Failed")
     assert run["state"]["message"].startswith("1 of 1 asked criteria met")
-    assert run["state"]["message"].endswith("approved by Ada")
+    # With tiny models, starting takes longer than ESM-2, which contradicts one of the answers.
+    assert "; approved by Ada (contradicts the figures: 'ESM-2 still" in run["state"]["message"]
     page.goto(f"{server.url}/runs/flow-run/{run['id']}")
     page.get_by_text("1 of 1 asked criteria met").first.wait_for()
     shot(page, "4-completed")
