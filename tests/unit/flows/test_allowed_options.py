@@ -19,6 +19,7 @@ from virnuc_core.allowed_paths import READS_OPTIONS, SUFFIXES_OF_FILES
 # to `allowed_paths`.
 NOT_PATHS = {
     "baseline_device",
+    "completion",  # patterns of names, not of paths
     "device",
     "devices",
     "email",

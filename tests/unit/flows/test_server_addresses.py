@@ -15,7 +15,7 @@ ADDRESS = "http://alice:s3cret@127.0.0.1:9/api"  # nothing listens on port 9
 def test_doctor_shows_no_password_if_the_server_does_not_answer() -> None:
     with (
         temporary_settings(updates={PREFECT_API_URL: ADDRESS}),
-        pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/api does not answer") as caught,
+        pytest.raises(ConfigError, match=r"nothing answers at .*127\.0\.0\.1:9/api") as caught,
     ):
         list(doctor_server.check_prefect_server())
     assert "s3cret" not in str(caught.value)
