@@ -144,7 +144,8 @@ def tune_and_run_again(settings: ValidateSettings, judgement: Judgement) -> Judg
         if tuning_round is None:  # no round is needed or left
             return judgement
         if tuning_round.engine is None:
-            # No setting helps. The report is written again, because it shows the rounds.
+            # No setting helps. The report is written again, because it shows the rounds. The next
+            # call of `tune_round` returns None.
             report = write_report(settings.out, judgement.report.profile)
             judgement = Judgement(report, judgement.reused)
         else:

@@ -697,7 +697,9 @@ def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
     """
     original_files: dict[str, str] = {}  # by SHA-256
     for row in rows:
-        # A row without a note has the fate that was recorded for this very file.
+        # A row gets its fate from the table, by the content of its file. If the table has the fate
+        # of another file with this content, the row has a note that names it. A row without a note
+        # has the fate of this very file. `_PARTS` are no deliveries of their own.
         is_original = row.fate == "waiting" or row.note == ""
         if row.sha256 and is_original and row.fate not in _PARTS:
             original_files.setdefault(row.key, row.file)

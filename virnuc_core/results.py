@@ -558,7 +558,9 @@ def write_covered_reads(run: RunDir, store: OrfStore, covered: Mask, scores: Sco
 def _covered_blocks(
     run: RunDir, store: OrfStore, covered: Mask, scores: Scores
 ) -> Iterator[_Block]:
-    """Return the blocks of a store of which a subset of the reads was scored, in input order.
+    """Return the blocks of a store whose scores are known for some of the reads only.
+
+    A block is a stretch of neighbouring reads with their rows. The blocks come in input order.
 
     Args:
         run: The run directory, which an error names.

@@ -420,7 +420,8 @@ def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
         The open file, in binary mode and with its content. The caller closes it.
 
     Raises:
-        UnsafeFileError: It is no regular file, or a folder on the way is a link.
+        UnsafeFileError: It is no regular file, a folder on the way is a link, or the file has a
+            second name (a hard link), so that a change would reach further.
         OSError: There is no such file, or it cannot be opened.
     """
     path = Path.cwd() / path
@@ -428,6 +429,7 @@ def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
         _require_regular(path, _entry(path, folder).st_mode)
         handle = os.open(path.name, os.O_RDWR | _FILE_FLAGS, dir_fd=folder)
     file = _file_of_handle(handle, path, "rb+")
+    # The file may have been exchanged after the check above: look at the one that is open.
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         file.close()

@@ -77,8 +77,8 @@ def accept_all_letters(*streams: Any) -> None:
     for stream in streams:
         if not isinstance(stream, io.TextIOWrapper):
             continue
-        # UTF-8 has all letters. It needs a replacement only for bytes in file names that are no
-        # text, at which strict handling raises an error.
+        # Streams in UTF-8 that already replace letters on their own stay as they are. Strict ones
+        # raise an error at file names whose bytes are no text. Other encodings lack letters.
         is_utf = stream.encoding.lower().replace("_", "-").startswith("utf")
         if stream.errors == "strict" or not is_utf:
             stream.reconfigure(errors=_ERROR_HANDLER)

@@ -220,7 +220,10 @@ class FirstUse:
             return False
 
     def _database_identity(self) -> str:
-        """Return numbers that no later database file in its place has.
+        """Return the numbers of the database's disk and file (device and inode), as a text.
+
+        A file that replaces the database has another inode number, so that the two can be told
+        apart.
 
         Raises:
             OSError: There is no database, or it cannot be read.

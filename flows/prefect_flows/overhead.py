@@ -13,10 +13,10 @@ from virnuc_core.validation import OverheadFile
 @flow(name="overhead", flow_run_name=named_by("out", "devices"))
 @with_parameters(OverheadSettings)
 def overhead(settings: OverheadSettings) -> Outcome[OverheadFile]:
-    """Times what commits, the sampler and loading the models anew cost, over the first shards of a
-    validation.
+    """Times what three features cost: checkpoints, the sampler, and models that are not kept.
 
-    Its report is then made again. What was measured before, of the same all, is measured again by
-    `force` only.
+    The first shards of a validation are computed with and without each feature. Then its report is
+    made again. A cost that was measured before, with the same settings, is measured again only
+    with `force`.
     """
     return steps.overhead(settings)

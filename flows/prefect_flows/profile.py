@@ -13,10 +13,9 @@ from virnuc_core.tools.trace import TraceTable
 @flow(name="profile", flow_run_name=named_by("reads", "devices"))
 @with_parameters(ProfileSettings)
 def profile(settings: ProfileSettings) -> Outcome[tuple[TraceTable, ...]]:
-    """Records a few shards with torch's profiler, after a run of all reads that tells the seconds
-    of the nine stages.
+    """Records a shard of each device with torch's profiler, and times the nine stages of a run.
 
-    The run is a prediction like any other and is not repeated when it is there; the recording is
-    always made anew.
+    First all reads are predicted, which gives the seconds of each stage from reading to results.
+    If this run is complete already, it is used again. The recording is always made anew.
     """
     return steps.profile(settings)

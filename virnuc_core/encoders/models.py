@@ -302,12 +302,12 @@ class DnabertS(Encoder):
 
         stream = F.embedding(batch.tokens, self.table)  # [slots, width]
         for i, layer in enumerate(self.layers):
-            # With the kernels, the product that is added to the stream lacks the linear layer's
-            # bias, and the norm adds it.
+            # With the kernels, `_add_product` leaves out the bias of a linear layer. The norm that
+            # follows gets this bias and adds it.
             out_bias, down_bias = self._missing_biases[i]
 
             # Attention, then the norm behind it
-            if i == 0:
+            if i == 0:  # depends on the token alone, and is looked up
                 qkv = self._first_qkv(batch.tokens, qkv_of_tokens)  # [slots, 3 * width]
             else:
                 qkv = apply_linear(stream, layer.qkv)

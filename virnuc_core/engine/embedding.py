@@ -91,8 +91,8 @@ class Job:
         # The record of the run holds the fingerprint of the reads, and one of each model.
         fingerprints = read_record(self.run).fingerprints
         model_digests = {name: digest for name, digest in fingerprints.items() if name != "reads"}
-        # A run may leave out a small share of its sequences, and at least one. Those of the shards
-        # that are computed already count.
+        # A run may have a small share of sequences without an embedding, because its numbers were
+        # not finite, and at least one. `n_lost` are those of the shards that exist already.
         n_allowed = max(1, int(MAX_NOT_FINITE_SHARE * self.store.n_uniques))
         max_not_finite = max(0, n_allowed - self.n_lost)
         tasks = []
@@ -372,6 +372,7 @@ class Embedding:
                 long it waited for a task with the models loaded. It gets a new entry,
                 `first_batch_s`: seconds from the command to the first batch.
         """
+        # Names such as `ready_s` are moments here. In the record they are seconds since the start.
         launched_s = batches.launched_s.min()
         ready_s = record["started_s"] + record["ready_s"] + record["waited_s"]
         if ready_s < self._began_s:

@@ -493,7 +493,7 @@ class RemoteNode:
             received = await self.received.get()
             child = received.child
             message = received.message
-            # The tasks, with files on the node, that end with this message.
+            # A worker's answer, or its end, settles some of its tasks. Their files lie on the node.
             answered_tasks = _take_answered_tasks(child, message)
             for sent_task in answered_tasks:
                 try:
@@ -501,7 +501,7 @@ class RemoteNode:
                     if isinstance(message, Computed) and message.done and not child.failure:
                         await self._fetch(sent_task)
                 except JOB_ERRORS as error:
-                    child.fail(error)
+                    child.fail(error)  # sets `child.failure`
                 await self.actor.delete(sent_task.folder)  # the shard's files on the node
             if isinstance(message, Ended):
                 del self.children[child.number]

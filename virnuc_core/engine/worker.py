@@ -295,6 +295,7 @@ class Worker:
             """
             loaded_s.append(time.monotonic() - self._parent.started_s)
             if on_gpu:
+                # The divisor is above 1 after a batch of the usual size did not fit into memory.
                 budget = encoder.INFO.token_budget(engine)
                 self._warm_up(encoder, budget // self._spec.budget_divisor)
 
@@ -309,8 +310,8 @@ class Worker:
                 self._models = load_models(models, self._device, engine, warm)
         self._columns = self._models.columns()
         self._copy_stream = torch.cuda.Stream(self._device) if on_gpu else None
-        # The time when the last encoder was loaded. If the device had too little memory for all
-        # encoders at once, there are later entries, of a second warm-up; they do not count.
+        # The time when the last encoder was loaded. If there was too little memory to warm one up
+        # while others were being loaded, it is warmed up again at the end. That entry is left out.
         load_s = max(loaded_s[: len(ENCODERS)])
         self._report = self._describe(import_s, load_s)
 

@@ -273,6 +273,8 @@ def group_samples(
         described.append(
             (_describe_files(file, second), (file,) if second is None else (file, second))
         )
+    # A description has the name of the sample (`short`), the words that tools have added to it
+    # (`variant`), and the name without the mate mark (`label`), by which files are told apart.
     variants = defaultdict[str, set[str]](set)
     for description, _ in described:
         if not description.is_unpaired:

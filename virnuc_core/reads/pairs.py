@@ -409,9 +409,11 @@ def _join_two_files(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Str
     Raises:
         InputError: See `pair_batches`.
     """
+    # After the last pair the rest of both files may be orphans. Without any pair before, the files
+    # do not belong together, and `_find_next_pair` raises an error.
     had_pairs = False
     max_pairs = _COMPARED_AT_ONCE
-    _agree_on_mate_ends(first, second)
+    _agree_on_mate_ends(first, second)  # ids may end in .1 and .2 in place of /1 and /2
     while first.fill(1) and second.fill(1):
         if first.format != second.format:
             raise InputError(

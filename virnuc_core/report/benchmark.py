@@ -47,10 +47,12 @@ def benchmark_name(created: str) -> str:
 
 
 def former_benchmark_name(created: str) -> str:
-    """Return the name that older versions gave both files: `benchmark_2026_01_26T18_48_17_00_00`.
+    """Return the name that older versions gave the two benchmark files, `.md` and `.json`.
+
+    It has the form `benchmark_2026_01_26T18_48_17_00_00`.
 
     Args:
-        created: As in `benchmark_name`.
+        created: When the validation was created, as an ISO time, or another text of an old record.
     """
     time = re.sub(r"[^0-9A-Za-z]+", "_", created).strip("_") or "unknown"
     return f"benchmark_{time}"

@@ -92,6 +92,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
     # Runs on more devices than the record names were left by an earlier start. They are ignored.
+    # Without a record the number is not known: 0 stands for any.
     max_devices = len(record.devices) if record is not None else 0
     runs = []
     for name in run_names(out, max_devices=max_devices):
@@ -129,9 +130,10 @@ def build_report(out: Path, profile: Profile) -> Report:
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_account_for_reads(raw, judged_run, record),
         approval=approval_state(raw, judged_run),
-        evidence={},
+        evidence={},  # digests of the files that it is made of; added at the end
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
+    # Files that a record names and that are gone. A criterion that stands on one is not met.
     missing = missing_evidence(raw, record)
     report = report.model_copy(update={"missing_evidence": missing})
     # The criteria, the warnings and the notes are made from the numbers in the report. So they are

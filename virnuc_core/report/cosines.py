@@ -218,8 +218,9 @@ def _open_embeddings_file(path: Path) -> h5py.File:
     """Open the `embeddings.h5` of a run, if it is as the run left it.
 
     Its digest is in the summary of the run. Embeddings in fp32, whose folder has no summary, begin
-    with a seal.
+    with a seal: a digest of all other bytes of the file.
     """
+    # The embeddings of a run lie in the files of its shards, to which this file refers.
     recorded = listed_digests(RunDir(path.parent)).get(path.name) or EXACT_SEAL
     return open_checked_hdf5(
         path, recorded, path.parent, remedy=RUN_AGAIN, virtual_sources=SHARD_PATH_PATTERN

@@ -222,6 +222,8 @@ def _verify_report(
     # All of the report is computed again here, and each difference is named.
     report = read_report(RunDir(out).report / REPORT_JSON, check=False)
     record = raw.read(ValidationRecord, RECORD)
+    # There may be four profiles: that of the report, that with which the validation began, the one
+    # that the user names now, and a file of the user's that was named at the beginning.
     began_with = None if record is None else record.profile
     named_file = "" if record is None else str(record.spec.get("profile", ""))
     _verify_profile(verification, report.profile, began_with, profile_name, named_file)

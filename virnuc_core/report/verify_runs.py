@@ -254,7 +254,9 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
 def _verify_attempts(
     verification: Verification, raw: RawFolder, name: str, summary: RunSummary
 ) -> None:
-    """Check that summary and record of a run list the same attempts, deaths and error lines.
+    """Check that summary and record of a run list the same attempts and the same deaths.
+
+    Attempts are compared with all that is recorded of them, such as times and error lines.
 
     Args:
         verification: Collects the differences.

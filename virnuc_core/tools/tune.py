@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def queue_depth(self) -> int:
-        """How many batches may be ready in advance.
+        """Return how many batches may be ready in advance.
 
         Without loader processes, a thread of the worker makes them.
         """

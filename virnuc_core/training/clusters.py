@@ -108,15 +108,16 @@ def related(genomes: Any, items: Any, min_share: float = 0.0) -> tuple[Indices, 
 def _kmers_of_genomes(
     rows: pd.DataFrame, store: OrfStore, genome_names: "pd.Index[str]", spec: TrainSpec
 ) -> pd.DataFrame:
-    """Return the k-mers of each genome, a row for each k-mer of a sequence.
+    """Return the k-mers of each genome, by which related genomes are found.
 
     The k-mers are those of the genome's own sequence, if it is given, and those of the reads from
-    it. Reads alone are a poor measure if there are few of them: they may have no k-mer in common
-    with other reads of their genome, or have so few k-mers that one common repeat is a large share.
+    it. Few reads alone are a poor measure of how related two genomes are: they may come from
+    different places of both genomes. Or they have so few k-mers that one repeat, which many genomes
+    have, makes the genomes look related.
 
     Returns:
-        The columns unique (number of the sequence), genome (index into `genome_names`) and hash
-        (of the k-mer).
+        A row for each k-mer of a sequence, with the columns unique (number of the sequence), genome
+        (index into `genome_names`) and hash (of the k-mer).
     """
     known_sequences: dict[str, str] = {}
     if spec.genomes is not None:

@@ -82,8 +82,8 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     reads = chunks.groupby("read").agg(**first_label_and_cluster)
     read_numbers = chunks.index.get_level_values("read")
     _, read_of_chunk = np.unique(read_numbers, return_inverse=True)  # the row in `reads`
-    # A prediction averages the margins of the chunks. A score is 0.5 + margin ÷ 2, so the mean of
-    # the scores is the score of the mean margin.
+    # `mean_margins` averages the numbers of each read. A prediction averages the margins of its
+    # chunks and makes a score of the result: 0.5 + margin ÷ 2. To average their scores is the same.
     reads["score"] = consensus.mean_margins(chunks["score"].to_numpy(), read_of_chunk, len(reads))
     return {"frame": frames, "chunk": chunks, "read": reads}
 
