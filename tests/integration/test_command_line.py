@@ -102,9 +102,10 @@ def written_commands() -> list[str]:
         ROOT / "deployments" / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
     ]
-    lines = [
-        line.partition(" #")[0].strip() for path in guides for line in path.read_text().splitlines()
-    ]
+    lines = []
+    for path in guides:
+        text = path.read_text().replace("\\\n", " ")  # a line may be continued on the next one
+        lines += [line.partition(" #")[0].strip() for line in text.splitlines()]
     return [line for line in lines if line.startswith("virnuc ") and "…" not in line]
 
 

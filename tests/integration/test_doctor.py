@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named_one_line_a_check(
     output = capsys.readouterr()
     lines = output.out.splitlines()
     server, weights = [line for line in lines if line.startswith("FAIL")]
-    assert server.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer")
+    assert server.startswith("FAIL  Prefect server: nothing answers at http://127.0.0.1:9/api: ")
     assert weights.startswith("FAIL  weights: ")
     assert "absent" in weights
     assert lines[-1].startswith("This machine is not sound: 2 failed")

@@ -126,8 +126,10 @@ def test_a_store_of_pairs_is_made_again_as_pairs(
     copied: tuple[Path, Profile], tmp_path: Path, interleaved: bool
 ) -> None:
     (tmp_path / "in").mkdir()
-    for name in ("a_R1.fa", "a_R2.fa", "b.fa"):
-        text = "".join(f">r{i // (1 + interleaved)}\n{'ACGGTCA' * 40}\n" for i in range(20))
+    for name in ("a_R1.fq", "a_R2.fq", "b.fq"):
+        text = "".join(
+            f"@r{i // (1 + interleaved)}\n{'ACGGTCA' * 40}\n+\n{'I' * 280}\n" for i in range(20)
+        )
         (tmp_path / "in" / name).write_text(text)
     spec = StageSpec(reads=(str(tmp_path / "in"),), model_length=150, interleaved=interleaved)
     staged_store = stage(spec, tmp_path / "orfs.h5")
