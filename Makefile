@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup kernels kernels-check demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements audit clean
+.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements audit clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -27,7 +27,7 @@ help:
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
 	@echo "make docs      the documentation as a site, in build/site"
-	@echo "make kernels   the library for Hopper GPUs anew      make kernels-check  is it what its source gives?"
+	@echo "make kernels   the library for Hopper GPUs anew, after a change of its source"
 	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
 setup: $(STAMP)
@@ -82,9 +82,6 @@ $(KERNELS): virnuc_core/encoders/cuda/requirements.txt
 
 kernels: setup $(KERNELS)
 	PYTHONPATH=$(KERNELS) $(BIN)/python -m virnuc_core.tools.build_kernels
-
-kernels-check: setup $(KERNELS)
-	PYTHONPATH=$(KERNELS) $(BIN)/python -m virnuc_core.tools.build_kernels --check
 
 # The pinned versions must install and hold together, which `pip check` alone does not tell.
 sound: setup
