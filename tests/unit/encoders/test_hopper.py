@@ -34,6 +34,12 @@ def test_sources_and_library_are_those_that_belong_together() -> None:
     assert record["gpu_code"] == build_kernels.gpu_code_digest(hopper.LIBRARY), "run make kernels"
 
 
+def test_library_has_no_path_of_the_machine_that_built_it() -> None:
+    content = hopper.LIBRARY.read_bytes()
+    for part in (b"site-packages", b"/home/", b"/root/", str(build_kernels.FOLDER).encode()):
+        assert part not in content
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is built for x86_64")
 def test_library_loads_without_a_gpu_and_has_its_functions() -> None:
     library = ctypes.CDLL(str(hopper.LIBRARY))
