@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.failing_files import OPEN, failing_variables, has_compiler
+from tests.integration.processes import wait_for
 
 from .harness import cores, rounds, works
 from .play import Play, play
@@ -37,6 +38,8 @@ def sleeping(mark: str, *, parent_too: bool = True) -> subprocess.Popen[bytes]:
 
 def test_a_process_is_found_by_its_environment_also_when_its_parent_is_gone(tmp_path: Path) -> None:
     sleeping(tmp_path.name, parent_too=False).wait()
+    # A process that has just begun to run another program has no environment for a moment.
+    wait_for(lambda: marked(tmp_path.name), "the process with the mark")
     assert len(left_over(tmp_path.name, 0.0)) == 1
     assert left_over(tmp_path.name, 5.0) == []
     assert marked("another round") == []
