@@ -391,7 +391,9 @@ class TrainSpec(Spec):
     Optimiser and stopping rule are those of VirNucPro; batch size and step are larger.
     """
 
-    truth: Path = Field(description="table of read id, label (virus or others) and genome")
+    truth: Path = Field(
+        description="table of read id, label (virus or others), genome and, if known, kind"
+    )
     groups: Path | None = Field(
         None, description="table of genome and group: genomes of a group are never parted"
     )

@@ -17,7 +17,7 @@ from virnuc_core.config import TrainSpec
 from virnuc_core.errors import InputError, join_first
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.training.genomes import read_genomes
-from virnuc_core.training.truth import read_table
+from virnuc_core.training.truth import read_groups
 
 K: Final = 21  # bases of a k-mer; a shorter frame does not say which genome it is from
 BLOCK_BASES: Final = 1 << 18  # bases whose k-mers are hashed together
@@ -63,7 +63,7 @@ def cluster_genomes(
         related(kmers["genome"], kmers["hash"], min_share=spec.similarity),
     ]
     if spec.groups is not None:
-        group_of_genome = read_table(spec.groups, ("genome", "group")).set_index("genome")["group"]
+        group_of_genome = read_groups(spec.groups).set_index("genome")["group"]
         absent = genome_names.difference(group_of_genome.index)
         if len(absent):
             raise InputError(f"no line for genome {join_first(absent)}", file=spec.groups)

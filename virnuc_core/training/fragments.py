@@ -14,7 +14,7 @@ from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.training.features import Features, load_features
 from virnuc_core.training.genomes import read_genomes
 from virnuc_core.training.splits import Examples
-from virnuc_core.training.truth import SIDES, TEST_SIDE
+from virnuc_core.training.truth import KIND, SIDES, TEST_SIDE
 
 LENGTHS: Final = (150, 300, 500)  # bases of a fragment
 MAX_FRAGMENTS: Final = 40  # of a genome and length
@@ -103,7 +103,7 @@ def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[Eval
 
 
 def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
-    """Return the translated frames of the fragments, with the label and cluster of their genome.
+    """Return the translated frames of the fragments, with what is known of their genome.
 
     The id of a fragment tells its genome: `<row in genomes>_<length>_<first base>`.
 
@@ -112,7 +112,8 @@ def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
         genomes: The genomes of the split, by number.
 
     Returns:
-        The columns read, chunk, unique, genome, bases (length of the fragment), label and cluster.
+        The columns read, chunk, unique, genome, bases (length of the fragment), label, cluster and
+        kind.
     """
     rows = pd.DataFrame(
         {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
@@ -122,6 +123,6 @@ def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
     numbers_of_read.columns = pd.Index(["genome", "bases", "start"])
     id_columns = ["genome", "bases"]
     rows[id_columns] = numbers_of_read.loc[rows["read"], id_columns].to_numpy()
-    genome_columns = ["label", "cluster"]
-    rows[genome_columns] = genomes.loc[rows["genome"], genome_columns].to_numpy()
+    for column in ("label", "cluster", KIND):
+        rows[column] = genomes[column].to_numpy()[rows["genome"]]
     return rows

@@ -19,12 +19,14 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.training.clusters import K, cluster_genomes
 from virnuc_core.training.genomes import in_coding_regions
 from virnuc_core.training.truth import (
+    KIND,
     OTHERS,
     SIDES,
     TEST_SIDE,
     TRAIN_SIDE,
     VALIDATION_SIDE,
     VIRUS,
+    genome_kinds,
     read_truth,
     require_classes,
     truth_lines,
@@ -40,8 +42,10 @@ class Examples:
 
     Attributes:
         rows: Frames with the columns read, chunk, unique, label, genome (index into `genomes`),
-            sequence (equal for the same DNA on either strand), cluster and side.
-        genomes: By number: genome (the name), label, cluster and side ("" for an unused genome).
+            sequence (equal for the same DNA on either strand), kind (such as `phage`), cluster and
+            side.
+        genomes: By number: genome (the name), label, kind, cluster and side ("" for an unused
+            genome).
         left_out: Number of reads, frames or lines that were left out, by reason.
     """
 
@@ -68,7 +72,10 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     rng = np.random.default_rng(spec.seed)
     truth = read_truth(spec.truth)
     line_of_read = truth_lines(truth, store)  # [reads]
-    genome_names = pd.Index(truth["genome"].unique())
+    # The genomes are in the order of `genome_names`, so their row is their number.
+    genomes = truth.drop_duplicates("genome")[["genome", "label", KIND]].reset_index(drop=True)
+    genomes[KIND] = genome_kinds(genomes, spec.groups)
+    genome_names = pd.Index(genomes["genome"])
     rows = _labelled_rows(store, truth, line_of_read, genome_names)
     left_out = {
         "lines of the truth without a read": len(truth) - len(np.unique(line_of_read)),
@@ -83,7 +90,8 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     require_classes(rows.groupby("label")["genome"].nunique(), what=" have open frames")
 
     cluster_of_genome = cluster_genomes(rows, store, genome_names, spec)
-    rows = rows.assign(cluster=cluster_of_genome[rows["genome"]])
+    kind_of_row = genomes[KIND].to_numpy()[rows["genome"]]
+    rows = rows.assign(kind=kind_of_row, cluster=cluster_of_genome[rows["genome"]])
     if spec.coding_only is not None and spec.genomes is not None:
         is_coding = in_coding_regions(rows, store, genome_names, spec.coding_only, spec.genomes)
         left_out["frames outside coding regions"] = int((~is_coding).sum())
@@ -98,8 +106,6 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     require_classes(n_clusters, what=" remain, kin ones counted once")
 
     rows["side"] = _assign_sides(rows, spec)
-    # The genomes are in the order of `genome_names`, so their row is their number.
-    genomes = truth.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True)
     genomes = genomes.assign(cluster=cluster_of_genome, side="")
     side_names = rows["side"].map(SIDES.__getitem__)
     genomes.loc[rows["genome"], "side"] = side_names.to_numpy()

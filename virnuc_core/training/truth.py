@@ -1,6 +1,8 @@
 """Read the table of origins (the truth): what each training read is known to be.
 
-The file is TAB-separated with the columns `read`, `label` (`virus` or `others`) and `genome`.
+The file is TAB-separated with the columns `read`, `label` (`virus` or `others`) and `genome`. An
+optional column `kind` says in free words what the genome is, such as `phage`, `bacteria` or
+`plant`. The table of groups may have this column instead.
 """
 
 import csv
@@ -21,6 +23,7 @@ SIDES: Final = ("train", "validation", "test")
 TRAIN_SIDE, VALIDATION_SIDE, TEST_SIDE = range(len(SIDES))
 OTHERS: Final = LABELS.index("others")
 VIRUS: Final = LABELS.index("virus")  # columns named `label` hold the index into LABELS
+KIND: Final = "kind"  # the optional column of both tables
 FIRST_LINE: Final = 2  # of a table, below the names of the columns
 
 
@@ -28,26 +31,87 @@ def read_truth(path: Path) -> pd.DataFrame:
     """Read the table of origins.
 
     Returns:
-        The columns read, label (index into LABELS) and genome, indexed by line of the file.
+        The columns read, label (index into LABELS), genome and kind ("" where none is stated),
+        indexed by line of the file.
 
     Raises:
         InputError: A column is missing or unknown, a label is neither `virus` nor `others`, two
             lines contradict each other, or a class has too few genomes.
     """
-    truth = read_table(path, ("read", "label", "genome"), optional=TRUTH_HEADER)
+    truth = read_table(path, ("read", "label", "genome"), ignored=TRUTH_HEADER, blank=(KIND,))
     has_bad_label = ~truth["label"].isin(LABELS)
     if has_bad_label.any():
         line = truth.index[has_bad_label][0]
         raise InputError("wanted a label virus or others", file=path, line=int(line))
     truth["label"] = (truth["label"] == LABELS[VIRUS]).astype(np.int64)
-    # A genome must have the same label on all its lines.
-    genomes = _drop_repeats(truth[["genome", "label"]], path)
+    # A genome must have the same label and kind on all its lines.
+    genomes = _drop_repeats(truth[["genome", "label", KIND]], path)
     require_classes(genomes["label"].value_counts(), file=path)
     return truth
 
 
+def read_groups(path: Path) -> pd.DataFrame:
+    """Read the table of groups of genomes.
+
+    Returns:
+        The columns genome, group and kind ("" where none is stated), indexed by line of the file.
+
+    Raises:
+        InputError: A column is missing or unknown, or two lines contradict each other.
+    """
+    return read_table(path, ("genome", "group"), blank=(KIND,))
+
+
+def genome_kinds(genomes: pd.DataFrame, groups: Path | None) -> list[str]:
+    """Return the kind of each genome, such as `phage` or `plant`.
+
+    It is what the table of origins says, else what the table of groups says, else the name of the
+    genome's label.
+
+    Args:
+        genomes: The genomes in the table of origins, with the columns genome, label and kind.
+        groups: The table of groups. It may have the column kind, too.
+
+    Raises:
+        InputError: Both tables state a kind for a genome, and not the same one.
+    """
+    kinds_in_groups: dict[str, str] = {}
+    if groups is not None:
+        table = read_groups(groups)
+        kinds_in_groups = dict(zip(table["genome"], table[KIND], strict=True))
+        _require_same_kinds(genomes, table, groups)
+    kinds = []
+    for name, label, kind in genomes[["genome", "label", KIND]].itertuples(index=False):
+        kinds.append(kind or kinds_in_groups.get(name) or LABELS[label])
+    return kinds
+
+
+def _require_same_kinds(genomes: pd.DataFrame, table: pd.DataFrame, groups: Path) -> None:
+    """Raise an `InputError` if the table of groups states another kind than that of origins.
+
+    Args:
+        genomes: The genomes in the table of origins, with the columns genome and kind.
+        table: The table of groups, with the same columns, indexed by line of the file.
+        groups: The file of groups, for the message.
+    """
+    kind_of_genome = dict(zip(genomes["genome"], genomes[KIND], strict=True))
+    for line, name, kind in table[["genome", KIND]].itertuples():
+        expected_kind = kind_of_genome.get(name)
+        if kind and expected_kind and kind != expected_kind:
+            raise InputError(
+                f"genome {name!r} is of the kind {kind!r} here, and of the kind "
+                f"{expected_kind!r} in the table of origins",
+                file=groups,
+                line=line,
+            )
+
+
 def read_table(
-    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
+    path: Path,
+    columns: tuple[str, ...],
+    *,
+    ignored: tuple[str, ...] = (),
+    blank: tuple[str, ...] = (),
 ) -> pd.DataFrame:
     """Read columns of a TAB-separated file as text.
 
@@ -55,7 +119,9 @@ def read_table(
         path: The file. Its first line names the columns.
         columns: The columns to return, all filled in. The first one is the key: no two different
             lines may have the same value in it.
-        optional: Names of further columns that the file may have. They are not returned.
+        ignored: Names of further columns that the file may have. They are not returned.
+        blank: Names of columns that are returned, too. Their fields may be empty, and the file
+            need not have them; the text is then "".
 
     Returns:
         The columns, indexed by line of the file, without empty and repeated lines.
@@ -73,12 +139,16 @@ def read_table(
             keep_default_na=False,
             skip_blank_lines=False,
         )
-    _require_columns(table, path, columns, optional)
+    _require_columns(table, path, columns, optional=(*ignored, *blank))
     lines = np.arange(FIRST_LINE, FIRST_LINE + len(table))
-    table = table[list(columns)].set_axis(lines)
-    # Empty fields become NaN. A line of nothing else is left out.
-    table = table.mask(table == "").dropna(how="all")
-    is_incomplete = table.isna().any(axis=1)
+    for name in blank:
+        if name not in table:
+            table[name] = ""
+    # Fields that a short line lacks are empty.
+    table = table[[*columns, *blank]].fillna("").set_axis(lines)
+    # A line whose fields are all empty is left out.
+    table = table[(table != "").any(axis=1)]
+    is_incomplete = (table[list(columns)] == "").any(axis=1)
     if is_incomplete.any():
         line = table.index[is_incomplete][0]
         raise InputError(f"wanted {', '.join(columns)}", file=path, line=int(line))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +33,7 @@ class LabelledReads:
     reads: dict[str, str]  # bases
     origins: dict[str, Origin]
     genomes_file: Path
+    kinds: dict[str, str] = field(default_factory=dict)  # of genomes; empty: no such column
 
     @classmethod
     def simulate(cls, folder: Path) -> LabelledReads:
@@ -53,12 +54,17 @@ class LabelledReads:
         return read_fasta(gzip.decompress(self.genomes_file.read_bytes()).decode())
 
     def write_truth(self, path: Path, *further_lines: str) -> None:
-        """Write the table of origins."""
+        """Write the table of origins, with a column of kinds if there are any."""
+        header = HEADER
         lines = [
-            f"{read_id}\t{origin.label}\t{origin.genome}\n"
+            f"{read_id}\t{origin.label}\t{origin.genome}"
             for read_id, origin in self.origins.items()
         ]
-        path.write_text(HEADER + "".join(lines) + "".join(f"{line}\n" for line in further_lines))
+        if self.kinds:
+            header = f"{HEADER.strip()}\tkind\n"
+            kinds = [self.kinds.get(origin.genome, "") for origin in self.origins.values()]
+            lines = [f"{line}\t{kind}" for line, kind in zip(lines, kinds, strict=True)]
+        path.write_text(header + "".join(f"{line}\n" for line in [*lines, *further_lines]))
 
     def split(self, folder: Path, **settings: Path | int) -> Examples:
         """Stage the reads as they are now in `folder`, and split them."""

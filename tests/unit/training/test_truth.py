@@ -36,6 +36,14 @@ def lines_of_genomes(*labels: str) -> str:
             ":3: read 'r1' stands on line 2 with other words",
         ),
         (HEADER + "r1\tvirus\tg\nr2\tothers\tg\n", ":3: genome 'g' stands on line 2"),
+        (
+            "read\tlabel\tgenome\tkind\nr1\tvirus\tg\tphage\nr2\tvirus\tg\tRNA virus\n",
+            ":3: genome 'g' stands on line 2",
+        ),
+        (
+            "read\tlabel\tgenome\tkind\nr1\tvirus\tg\tphage\nr2\tvirus\tg\t\n",
+            ":3: genome 'g' stands on line 2",
+        ),
         (HEADER + lines_of_genomes(*["virus"] * 5), "0 genomes labelled others"),
         (HEADER + lines_of_genomes("others", "others", *["virus"] * 3), "2 genomes labelled"),
         (HEADER + "r\udcff\n", "cannot be read|not valid"),
@@ -72,6 +80,54 @@ def test_a_quoted_name_with_two_labels_is_refused(tmp_path: Path) -> None:
     path.write_text(HEADER + "\n".join([*lines, ""]) + "\n\n")
     with pytest.raises(InputError, match="stands on line"):
         read_truth(path)
+
+
+def test_the_kind_of_a_genome_is_stated_in_either_table_or_is_its_label(
+    labelled_reads: LabelledReads, tmp_path: Path
+) -> None:
+    labelled_reads.kinds |= {"virus_0001": "phage", "others_0001": "NA", "others_0002": "plant"}
+    groups = tmp_path / "groups.tsv"
+    kind_in_groups = {"virus_0002": "RNA virus", "others_0002": "plant"}
+    groups.write_text(
+        "genome\tgroup\tkind\n"
+        + "".join(
+            f"{name}\t{name}\t{kind_in_groups.get(name, '')}\n" for name in labelled_reads.genomes()
+        )
+    )
+    examples = labelled_reads.split(tmp_path, groups=groups)
+    kinds = examples.genomes.set_index("genome")["kind"].to_dict()
+    stated = {
+        "virus_0001": "phage",
+        "virus_0002": "RNA virus",
+        "others_0001": "NA",
+        "others_0002": "plant",
+    }
+    assert kinds == {name: stated.get(name, name.split("_")[0]) for name in kinds}
+    names_of_rows = examples.genomes["genome"].to_numpy()[examples.rows["genome"]]
+    assert examples.rows["kind"].tolist() == [kinds[name] for name in names_of_rows]
+    assert len(examples.rows) > 0
+
+
+def test_tables_without_a_column_of_kinds_give_every_genome_its_label(
+    labelled_reads: LabelledReads, tmp_path: Path
+) -> None:
+    examples = labelled_reads.split(tmp_path)
+    kinds = examples.genomes.set_index("genome")["kind"].to_dict()
+    assert kinds == {name: name.split("_")[0] for name in labelled_reads.genomes()}
+
+
+def test_two_tables_that_state_different_kinds_are_refused(
+    labelled_reads: LabelledReads, tmp_path: Path
+) -> None:
+    labelled_reads.kinds["virus_0003"] = "phage"
+    groups = tmp_path / "groups.tsv"
+    lines = [f"{name}\t{name}\t\n" for name in labelled_reads.genomes()]
+    number = lines.index("virus_0003\tvirus_0003\t\n")
+    lines[number] = "virus_0003\tvirus_0003\tRNA virus\n"
+    groups.write_text("genome\tgroup\tkind\n" + "".join(lines))
+    problem = f":{number + 2}: genome 'virus_0003' is of the kind 'RNA virus' here, .* 'phage'"
+    with pytest.raises(InputError, match=problem):
+        labelled_reads.split(tmp_path, groups=groups)
 
 
 def test_pairs_equal_ids_and_ids_of_mates_find_their_line(
