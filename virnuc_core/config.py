@@ -325,6 +325,26 @@ class ReadsSpec(ReadingSpec):
         return self
 
 
+class SamplesSpec(ReadsSpec):
+    """Reads of one sample, or of several that are each a run of their own."""
+
+    samples: Path | None = Field(
+        None,
+        description="sample sheet (columns sample, fastq_1, fastq_2): "
+        "a run for each sample, in OUT/sample",
+    )
+    sample_from: Literal["none", "name", "read-group"] = Field(
+        "none",
+        description="one run per sample, named by file name or by the read groups of a BAM "
+        "(SM, else ID)",
+    )
+
+    @property
+    def has_samples(self) -> bool:
+        """Tell whether the reads are of several samples, each with a run of its own."""
+        return self.samples is not None or self.sample_from != "none"
+
+
 class VerdictSpec(Spec):
     """Which scores are called viral, and which reads are written out."""
 

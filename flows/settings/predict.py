@@ -1,37 +1,25 @@
 """What `predict` takes.
 
-Its options are fields of the groups in `virnuc_core/config.py`, so that a script can set them in a
-`RunSpec`. Only options about several samples, each of which is a run of its own, are defined here.
+Most of its options are fields of the groups in `virnuc_core/config.py`. So a script can set them in
+a `RunSpec`, and `virnuc inspect` has those about reads and samples, too.
 """
 
 import os
-from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field
 
 from virnuc.flows.settings.shared import LiveSettings, RunSettings
 from virnuc_core import config
 from virnuc_core.allowed_paths import require_allowed_options
-from virnuc_core.config import ClusterSpec, EngineSpec, ReadsSpec, VerdictSpec
+from virnuc_core.config import ClusterSpec, EngineSpec, SamplesSpec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir
 from virnuc_core.system_errors import path_exists
 
 
-class PredictSettings(VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
+class PredictSettings(SamplesSpec, VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
     """Which reads are viral."""
-
-    samples: Path | None = Field(
-        None,
-        description="sample sheet (columns sample, fastq_1, fastq_2): "
-        "a run for each sample, in OUT/sample",
-    )
-    sample_from: Literal["none", "name", "read-group"] = Field(
-        "none",
-        description="one run per sample, named by file name or by the read groups of a BAM "
-        "(SM, else ID)",
-    )
 
     disable_checkpointing: bool = Field(
         False,
@@ -44,11 +32,6 @@ class PredictSettings(VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
         if self.disable_checkpointing:
             engine = engine.model_copy(update={"commit": False})
         return engine
-
-    @property
-    def has_samples(self) -> bool:
-        """Tell whether the reads are of several samples, each with a run of its own."""
-        return self.samples is not None or self.sample_from != "none"
 
     def check_flow_files(self) -> None:
         """Refuse samples that cannot be told apart, and a directory with runs of the other kind.
@@ -78,14 +61,10 @@ class PredictSettings(VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
             ConfigError: Samples are named in two ways, or a path is not allowed.
             InputError: The sample sheet or the names of the files cannot be used.
         """
-        if self.samples is not None and (self.all_inputs or self.sample_from != "none"):
-            raise ConfigError("samples: the sheet names all reads; give none beside it")
-        if self.read_group:
-            raise ConfigError(
-                "read_group: can be given for one sample only; of several samples, each has its own"
-            )
+        from virnuc_core.reads.samples import reads_by_sample  # few runs need it
+
         runs = {}
-        for name, reads in self._reads_by_sample().items():
+        for name, reads in reads_by_sample(self).items():
             fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
             # Each run is one of a single sample, in a folder with the sample's name.
             fields |= {"samples": None, "sample_from": "none", "out": self.out / name}
@@ -98,17 +77,6 @@ class PredictSettings(VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
             require_allowed_options(run)
             runs[name] = run
         return runs
-
-    def _reads_by_sample(self) -> dict[str, ReadsSpec]:
-        """Return the reads of each sample, from the sheet, the file names or the read groups."""
-        from virnuc_core.reads.sample_sheet import read_sheet  # few runs need it
-        from virnuc_core.reads.samples import samples_by_file_name, samples_by_read_group
-
-        if self.samples is not None:
-            return read_sheet(self.samples)
-        if self.sample_from == "name":
-            return samples_by_file_name(self)
-        return samples_by_read_group(self)
 
     def is_done(self) -> bool:
         """Return whether the output directory has a complete run of all planned shards.

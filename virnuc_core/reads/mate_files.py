@@ -17,6 +17,7 @@ from virnuc_core.reads.sources import (
     Source,
     can_be_read_twice,
     find_alignment_format_of_file,
+    find_inputs,
     sample_name,
 )
 
@@ -29,6 +30,31 @@ _HEAD_BYTES: Final = 1 << 16  # of a file that are read to compare the ids of it
 _MAX_IDS: Final = 100  # ids of a file that are compared
 _ID_ENDS: Final = re.compile(rb"(.+)[/._:]([123])")  # an id that ends in the number of the mate
 _log = logging.getLogger(__name__)
+
+
+def find_reads(spec: ReadsSpec) -> Inputs:
+    """Find the input files of a run, and which of them hold pairs of mates.
+
+    Args:
+        spec: The inputs as the user named them, and the settings for pairs.
+
+    Returns:
+        The files in the order in which they are read, with their pairs.
+
+    Raises:
+        InputError: See `find_inputs`.
+        UnreadableError: The system cannot read a folder or file.
+    """
+    inputs = find_inputs(spec.all_inputs)
+    # A single file of FASTA or FASTQ holds no pairs, unless the user says that mates alternate.
+    is_one_plain_file = (
+        len(inputs.files) == 1
+        and not spec.interleaved
+        and not find_alignment_format_of_file(inputs.files[0])
+    )
+    if is_one_plain_file:
+        return inputs
+    return detect_pairs(spec, inputs)
 
 
 def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal
 
-from virnuc_core.config import ReadsSpec
+from virnuc_core.config import ReadsSpec, SamplesSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.file_names import ENDINGS, group_samples
 from virnuc_core.reads.mate_files import detect_pairs
-from virnuc_core.reads.sample_sheet import find_name_problem
+from virnuc_core.reads.sample_sheet import find_name_problem, read_sheet
 from virnuc_core.reads.sources import (
     Inputs,
     find_alignment_format_of_file,
@@ -89,6 +89,33 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
             cells.append(text)
         lines.append("\t".join(cells))
     write_text_atomically(path, "".join(line + "\n" for line in lines))
+
+
+def reads_by_sample(spec: SamplesSpec) -> dict[str, ReadsSpec]:
+    """Return the reads of each sample: from the sheet, the names of files, or the read groups.
+
+    Args:
+        spec: The inputs, and how they name samples.
+
+    Returns:
+        The reads of each sample, by its name. They have the inputs and the read group, and none of
+        the other settings.
+
+    Raises:
+        ConfigError: Samples are named in two ways, or a read group is given beside them.
+        InputError: The sample sheet or the names of the files cannot be used.
+    """
+    if spec.samples is not None and (spec.all_inputs or spec.sample_from != "none"):
+        raise ConfigError("samples: the sheet names all reads; give none beside it")
+    if spec.read_group:
+        raise ConfigError(
+            "read_group: can be given for one sample only; of several samples, each has its own"
+        )
+    if spec.samples is not None:
+        return read_sheet(spec.samples)
+    if spec.sample_from == "name":
+        return samples_by_file_name(spec)
+    return samples_by_read_group(spec)
 
 
 def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:

@@ -48,6 +48,7 @@ _SAM_HEADERS: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
 SPECIAL_FILE_REASON: Final = (
     "a named pipe, socket or device, not read; a pipe is read if you name it"
 )
+NO_READS_REASON: Final = "neither FASTA nor FASTQ, not read"
 _GZIP_MARK: Final = b"\x1f\x8b"
 
 
@@ -68,6 +69,11 @@ class Inputs(NamedTuple):
     pairs: tuple[tuple[str, str], ...] = ()
     # Why some of the ignored files are not read. The others are neither FASTA nor FASTQ.
     left_out: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def ignored_reasons(self) -> dict[str, str]:
+        """Return why each ignored file is not read, by its name."""
+        return {name: self.left_out.get(name, NO_READS_REASON) for name in self.ignored}
 
     @property
     def singles(self) -> tuple[str, ...]:

@@ -32,13 +32,14 @@ from virnuc_core.errors import (
 from virnuc_core.lease import make_folder
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
+from virnuc_core.reads.mate_files import find_reads
 from virnuc_core.reads.parse import BLOCK_BYTES, map_batches
 from virnuc_core.reads.sources import (
+    NO_READS_REASON,
     Inputs,
     ReadSpan,
     can_be_read_twice,
     find_alignment_format_of_file,
-    find_inputs,
     sample_name,
 )
 from virnuc_core.reads.store import (
@@ -147,7 +148,7 @@ class StageSummary(RunFile):
             if file.reads == 0:
                 warnings.append(f"{file.file}: holds no reads")
         for name in self.ignored_files:
-            reason = self.left_out.get(name, "neither FASTA nor FASTQ, not read")
+            reason = self.left_out.get(name, NO_READS_REASON)
             warnings.append(f"{name}: {reason}")
         return warnings
 
@@ -200,17 +201,7 @@ def stage(
         SpentInputError: Staging failed for a reason that may pass, but it cannot be repeated,
             because the reads came through a pipe and are gone.
     """
-    inputs = find_inputs(spec.all_inputs)
-    # A single file of FASTA or FASTQ holds no pairs, unless the user says that mates alternate.
-    is_one_plain_file = (
-        len(inputs.files) == 1
-        and not spec.interleaved
-        and not find_alignment_format_of_file(inputs.files[0])
-    )
-    if not is_one_plain_file:
-        from virnuc_core.reads.mate_files import detect_pairs  # not needed for one file
-
-        inputs = detect_pairs(spec, inputs)
+    inputs = find_reads(spec)
     try:
         summary = _reuse_or_build(spec, inputs, out, rebuild=rebuild, recorded_run=recorded_run)
     except OSError as error:
