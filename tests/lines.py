@@ -38,6 +38,7 @@ LAYERS = (
         "machine_name",
         "markdown",
         "profiles",
+        "proportions",
         "proxies",
         "rundir",
         "runfiles",

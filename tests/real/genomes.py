@@ -31,6 +31,7 @@ class Genome(NamedTuple):
     label: str
     group: str  # family of the virus; a window is its own
     letters: bytes
+    kind: str  # such as RNA virus or bacteria
 
 
 def wheel(folder: Path, name: str) -> zipfile.ZipFile:
@@ -74,7 +75,7 @@ def viruses(wheels: Path, of_family: int | None = None) -> Iterator[Genome]:
         name = title.split()[0].decode()
         if name in family_of_virus:
             bases = lines.replace(b"\n", b"").upper()
-            yield Genome(name, "virus", family_of_virus[name], bases)
+            yield Genome(name, "virus", family_of_virus[name], bases, "RNA virus")
 
 
 def hosts(wheels: Path, count: int | None = None) -> Iterator[Genome]:
@@ -95,7 +96,8 @@ def hosts(wheels: Path, count: int | None = None) -> Iterator[Genome]:
     for place in spread(len(starts), count):
         start = starts[place]
         name = f"chr22_{start}"
-        yield Genome(name, "others", name, chromosome[start : start + WINDOW])
+        window = chromosome[start : start + WINDOW]
+        yield Genome(name, "others", name, window, "vertebrate")
 
 
 def spread(n_items: int, count: int | None) -> list[int]:
@@ -144,7 +146,7 @@ def cut(genomes: list[Genome], length: int, count: int, seed: int = 0) -> Iterat
 
 
 def write_reads(genomes: list[Genome], out: Path, length: int, viral: int, others: int) -> None:
-    """Write reads in random order, with their tables; a read's id says where it is from.
+    """Cut genomes evenly, and write the reads with their tables.
 
     Args:
         genomes: The genomes to cut.
@@ -153,15 +155,26 @@ def write_reads(genomes: list[Genome], out: Path, length: int, viral: int, other
         viral: Reads of viruses.
         others: Reads of the host.
     """
+    reads = list(cut([genome for genome in genomes if genome.label == "virus"], length, viral))
+    reads += cut([genome for genome in genomes if genome.label == "others"], length, others)
+    write_tables(genomes, reads, out)
+
+
+def write_tables(genomes: list[Genome], reads: list[Read], out: Path) -> None:
+    """Write reads in random order, with their tables; a read's id says where it is from.
+
+    Args:
+        genomes: The genomes.
+        reads: Reads that were cut from them.
+        out: The beginning of the names of the files, see the top of this module.
+    """
     with out.with_name(f"{out.name}.groups.tsv").open("w", encoding="utf-8") as groups:
-        groups.write("genome\tgroup\n")
-        groups.writelines(f"{genome.name}\t{genome.group}\n" for genome in genomes)
+        groups.write("genome\tgroup\tkind\n")
+        groups.writelines(f"{genome.name}\t{genome.group}\t{genome.kind}\n" for genome in genomes)
     with xopen(f"{out}.genomes.fasta.gz", "wb", threads=0) as fasta:
         fasta.writelines(
             b">%b\n%b\n" % (genome.name.encode(), genome.letters) for genome in genomes
         )
-    reads = list(cut([genome for genome in genomes if genome.label == "virus"], length, viral))
-    reads += cut([genome for genome in genomes if genome.label == "others"], length, others)
     order = np.random.default_rng(0).permutation(len(reads)).tolist()
     with (
         xopen(f"{out}.fasta.gz", "wb", threads=0) as fasta,

@@ -80,8 +80,13 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
         raise ConfigError(
             f"fdr {fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
         )
+    if not card.thresholds:
+        raise ConfigError(
+            f"fdr {fdr:g}: the head's card has no threshold for any false discovery rate, because "
+            "no score in its test kept one; use --threshold instead"
+        )
     if fdr not in card.thresholds:
-        known_rates = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "none"
+        known_rates = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds))
         raise ConfigError(
             f"fdr {fdr:g}: the head's card has no threshold for it; it has those for {known_rates}"
         )

@@ -19,8 +19,8 @@ from typing import Final, Literal
 
 from virnuc_core.encoder_names import PROTEIN
 from virnuc_core.profiles import Target, TargetName
+from virnuc_core.proportions import samples_needed, wilson_interval
 from virnuc_core.report.model import BASELINE, Report, RunMetrics
-from virnuc_core.report.proportions import samples_needed, wilson_interval
 from virnuc_core.rundir import EXACT_FILES
 from virnuc_core.validation import NO_COMMIT_PAIRS, BitwiseEquality, CosineStats
 

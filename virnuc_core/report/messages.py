@@ -231,10 +231,17 @@ def training_message(training: TrainFile) -> str:
     message = f"AUROC of reads: {', '.join(scores)}"
     if min(training.clusters["test"].values()) < MIN_CLUSTERS:
         message += "; the test has too few genomes to tell"
-    # `training.encoders` has the origin of each encoder, for example "ESM-2: random, seed 7".
-    if ": random" in training.encoders:
-        encoders = f"random encoders ({training.encoders})"
-        message += f"; {encoders}: this is not how good the method is"
+    random_encoders = training.random_encoders
+    if len(random_encoders) > 1:
+        message += (
+            f"; {' and '.join(random_encoders)} are stand-ins with random weights: "
+            "this is not how good the method is"
+        )
+    elif random_encoders:
+        message += (
+            f"; {random_encoders[0]} is a stand-in with random weights: "
+            "this is not how good the method is with both encoders"
+        )
     return _in_one_line(message)
 
 

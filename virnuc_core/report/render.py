@@ -403,7 +403,6 @@ def environment() -> Environment:
     jinja.filters["cell"] = cell
     jinja.filters["markdown"] = markdown_cell
     jinja.filters["markdown_table"] = markdown_table
-    jinja.filters["quotes_by_name"] = _quotes_by_name
     jinja.filters["code_block"] = code_block
     jinja.filters["code_span"] = code_span
     jinja.filters["front_matter"] = front_matter_value
@@ -415,11 +414,6 @@ def environment() -> Environment:
 def fill_template(name: str, **values: object) -> str:
     """Return the text of a template with these values filled in."""
     return environment().get_template(name).render(values)
-
-
-def _quotes_by_name(text: str) -> str:
-    """Return Markdown with its quotation marks as HTML names them, as model cards have them."""
-    return text.replace('"', "&#34;").replace("'", "&#39;")
 
 
 def _base64(text: str) -> str:

@@ -29,16 +29,15 @@ def training_notes(training: TrainFile) -> list[str]:
     validation and the test, so the number of clusters is the size of a sample.
     """
     notes = []
-    # `training.encoders` has the origin of each encoder, for example "ESM-2: random, seed 7".
-    num_random = training.encoders.count(": random")
-    if num_random > 1:
+    random_encoders = training.random_encoders
+    if len(random_encoders) > 1:
         notes.append(
             f"The encoders are stand-ins with random weights ({training.encoders}): "
             "no figure here is an accuracy on real reads."
         )
-    elif num_random == 1:
+    elif random_encoders:
         notes.append(
-            f"One encoder is a stand-in with random weights ({training.encoders}): "
+            f"{random_encoders[0]} is a stand-in with random weights ({training.encoders}): "
             "no figure here says how good this method is with both."
         )
     test_clusters = min(training.clusters["test"].values())  # of the class that has fewer

@@ -1,10 +1,12 @@
 """The record of a training, `train.json`."""
 
+import re
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from virnuc_core.encoders.model_config import HeadCard
+from virnuc_core.encoder_names import DNA, PROTEIN
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard
 from virnuc_core.runfiles import RunFile
 from virnuc_core.training.evaluation import Counts, Figures, Points
 
@@ -40,3 +42,14 @@ class TrainFile(RunFile):
     curves: dict[str, Points]
     histograms: dict[str, Counts]  # by test set: reads by score
     not_run: dict[str, str]  # what could not be measured, and why
+
+    @property
+    def random_encoders(self) -> list[str]:
+        """Return the titles of the encoders whose weights are random, such as `DNABERT-S`."""
+        titles: list[str] = []
+        for encoder in (PROTEIN, DNA):
+            # `encoders` has the origin of each, for example "esm2: random, seed 7; dnabert_s: …".
+            pattern = rf"(^|; ){encoder.name}: {RANDOM_ORIGIN}\b"
+            if re.search(pattern, self.encoders):
+                titles.append(encoder.title)
+        return titles

@@ -53,7 +53,9 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
     empty = BARE.model_copy(
         update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})}
     )
-    with pytest.raises(ConfigError, match="it has those for none"):
+    with pytest.raises(
+        ConfigError, match=r"has no threshold for any false discovery rate, .*--threshold"
+    ):
         score_thresholds(empty, VerdictSpec(fdr=0.01))
     with pytest.raises(ConfigError, match="names no uncertain scores"):
         score_thresholds(empty, VerdictSpec(abstain=True))

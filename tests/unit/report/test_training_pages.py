@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from virnuc_core.encoders.model_config import Estimate, HeadCard
+from virnuc_core.report.messages import training_message
 from virnuc_core.report.training_pages import (
     METRICS,
     model_card,
@@ -91,7 +92,8 @@ FEW = {"train": {"others": 1, "virus": 2}, "test": {"others": 3, "virus": 20}}
     ("changes", "words"),
     [
         ({"encoders": "esm2: random; dnabert_s: random"}, "The encoders are stand-ins"),
-        ({"encoders": "esm2: random; dnabert_s: real"}, "One encoder is a stand-in"),
+        ({"encoders": "esm2: random; dnabert_s: real"}, "ESM-2 is a stand-in"),
+        ({"encoders": "esm2: real; dnabert_s: random, seed 0"}, "DNABERT-S is a stand-in"),
         ({"clusters": FEW}, "The test has only 3 clusters"),
         ({"clusters": FEW}, "All genomes together make 4 clusters"),
         (
@@ -107,6 +109,33 @@ def test_limits_of_the_figures_are_named(changes: dict[str, Any], words: str) ->
     assert training_notes(training()) == []
     notes = training_notes(training(**changes))
     assert any(note.startswith(words) for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("encoders", "words"),
+    [
+        ("esm2: facebook/esm2_t6_8M; dnabert_s: zhihan1996/DNABERT-S", None),
+        ("esm2: a folder called: random; dnabert_s: real", None),
+        ("esm2: converted; dnabert_s: random, seed 0", "; DNABERT-S is a stand-in"),
+        ("esm2: random, seed 0; dnabert_s: converted", "; ESM-2 is a stand-in"),
+        ("esm2: random; dnabert_s: random", "; ESM-2 and DNABERT-S are stand-ins"),
+    ],
+)
+def test_the_outcome_names_only_the_encoders_that_are_random(
+    encoders: str, words: str | None
+) -> None:
+    message = training_message(training(encoders=encoders))
+    if words is None:
+        assert "random" not in message
+    else:
+        assert f"{words} with random weights: this is not how good the method is" in message
+
+
+def test_quotation_marks_on_the_card_are_quotation_marks() -> None:
+    notes = {"a 'quoted' \"reason\"": "the test's genomes"}
+    text = model_card(training(not_run=notes), with_charts=False)
+    assert "Not run: a 'quoted' \"reason\", the test's genomes." in text
+    assert "&#" not in text
 
 
 def test_the_page_shows_each_metric_with_its_interval() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy.stats import binomtest
 
-from virnuc_core.report.proportions import samples_needed, wilson_interval
+from virnuc_core.proportions import samples_needed, wilson_interval
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (9, 10), (985, 985), (4_321, 10_000)])
