@@ -3,7 +3,6 @@
 These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
 """
 
-import csv
 import json
 import logging
 import re
@@ -22,8 +21,16 @@ from virnuc_core.engine.shards import read_scores, require_kept_shards, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import read_columns
+from virnuc_core.reads.subsets import WRITE_AGAIN
 from virnuc_core.reads.translate import chunk
+from virnuc_core.report.kraken import (
+    SCORE_BINS,
+    FragmentCounts,
+    ResultTables,
+    append_rows,
+    write_kraken_reads,
+    write_kraken_report,
+)
 from virnuc_core.report.text import cell
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
 from virnuc_core.runfiles import FileDigest, RunSummary, read_record
@@ -31,10 +38,7 @@ from virnuc_core.system_errors import path_exists
 
 log = logging.getLogger(__name__)
 
-VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
-SCORE_BINS: Final = 50  # of the histogram of scores
 PIECE_READS: Final = 65_536  # reads that are held in memory together
-READ_COLUMNS: Final = ("id", "length", "open_frames", "fate", "viral_score")
 CONTIG_COLUMNS: Final = (
     "id",
     "length",
@@ -81,25 +85,24 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
 
     Raises:
         ConfigError: The run is not complete, or a file exists and `force` is not set.
-        DamagedFileError: `reads.tsv` or a record is not as the run left it.
-        InputError: The run's store cannot be read.
+        DamagedFileError: `reads.tsv`, `pairs.tsv` or a record is not as the run left it.
+        InputError: The run's store cannot be read, or its tables are not of the same reads.
         ShardError: The run's shards cannot be read.
     """
     summary = read_summary(run, set_aside=False)
     if summary is None or not path_exists(run.reads_table):
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
-    recorded = _recorded_digest(run.reads_table, summary)
-    # Nothing is written if the table is not as the run left it.
-    read_columns(run.reads_table, {"id": "str"}, recorded=recorded, nrows=0)
+    if summary.pairs and not path_exists(run.pairs_table):
+        raise ConfigError(f"{run.pairs_table}: is missing; {WRITE_AGAIN}")
+    tables = _result_tables(run, summary)
+    tables.require_intact()  # nothing is written if a table is not as the run left it
     sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
     files = _export_files(out, sample, sections)
     require_absent(*files.all, force=force)
 
-    score_counts = _write_kraken_reads(run, files.kraken_reads, recorded)
-    num_reads = sum(summary.fates.values())
-    num_viral = summary.fates.get("viral", 0)
-    _write_kraken_report(files.kraken_report, num_reads=num_reads, num_viral=num_viral)
-    data = _multiqc_data(summary, score_counts)
+    counts = write_kraken_reads(files.kraken_reads, tables, read_record(run))
+    write_kraken_report(files.kraken_report, counts)
+    data = _multiqc_data(summary, counts)
     for name, section in sections.items():
         content = section | {"data": {_multiqc_name(sample): data[name]}}
         write_text_atomically(files.multiqc[name], json.dumps(content, indent=1) + "\n")
@@ -114,6 +117,19 @@ def _multiqc_name(sample: str) -> str:
     MultiQC writes the names of samples into its page as they are.
     """
     return re.sub(r"[<>&\"'`]", "_", cell(sample))
+
+
+def _result_tables(run: RunDir, summary: RunSummary) -> ResultTables:
+    """Return the tables of a run's reads and pairs, with their recorded digests."""
+    reads_digest = _recorded_digest(run.reads_table, summary)
+    if not summary.pairs:
+        return ResultTables(run.reads_table, reads_digest)
+    return ResultTables(
+        reads=run.reads_table,
+        reads_digest=reads_digest,
+        pairs=run.pairs_table,
+        pairs_digest=_recorded_digest(run.pairs_table, summary),
+    )
 
 
 def _recorded_digest(table: Path, summary: RunSummary) -> FileDigest | None:
@@ -147,68 +163,14 @@ def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> Exp
     )
 
 
-# --- Kraken ---------------------------------------------------------------------------------------
-
-
-def _write_kraken_reads(run: RunDir, path: Path, recorded: FileDigest | None) -> NDArray[np.int64]:
-    """Write Kraken's table of reads: one line per read, classified (C) if the read is viral.
-
-    Args:
-        run: The run directory.
-        path: The table to write.
-        recorded: The digest of the run's `reads.tsv`, if one was recorded.
-
-    Returns:
-        The number of reads by viral score, in `SCORE_BINS` equal bins from 0 to 1.
-    """
-    score_counts = np.zeros(SCORE_BINS, np.int64)
-    columns = dict.fromkeys(READ_COLUMNS, "str")
-    with atomic_file(path) as table:
-        table.touch()  # the file also exists if there are no reads
-        pieces = read_columns(run.reads_table, columns, recorded=recorded, chunksize=PIECE_READS)
-        for reads in pieces:
-            is_viral = (reads.fate == "viral").to_numpy()
-            taxon = pd.Series(np.where(is_viral, str(VIRUSES_TAXON), "0"), reads.index, dtype=str)
-            _append_rows(
-                table,
-                np.where(is_viral, "C", "U"),  # classified or not
-                reads.id,
-                taxon,
-                reads.length,
-                # Kraken lists the taxa of the parts of a read. Here all open frames have one taxon.
-                taxon + ":" + reads.open_frames,
-            )
-            scores = pd.to_numeric(reads.viral_score).dropna()
-            score_counts += np.histogram(scores, SCORE_BINS, (0.0, 1.0))[0]
-    return score_counts
-
-
-def _write_kraken_report(path: Path, *, num_reads: int, num_viral: int) -> None:
-    """Write Kraken's table of taxa with three lines: unclassified, root and viruses."""
-    num_others = num_reads - num_viral
-    # Of each line: the reads of this taxon and of all taxa below it, and the reads of the taxon
-    # itself. All reads below the root are viral.
-    in_clade = np.array([num_others, num_viral, num_viral])
-    in_taxon = np.array([num_others, 0, num_viral])
-    # max: without reads, all shares are 0.
-    percent = [f"{100 * count / max(num_reads, 1):6.2f}" for count in in_clade]
-    ranks = ["U", "R", "D"]
-    taxa = [0, 1, VIRUSES_TAXON]
-    names = ["unclassified", "root", "  Viruses"]
-    with atomic_file(path) as table:
-        _append_rows(table, percent, in_clade, in_taxon, ranks, taxa, names)
-
-
 # --- MultiQC --------------------------------------------------------------------------------------
 
 
-def _multiqc_data(
-    summary: RunSummary, score_counts: NDArray[np.int64]
-) -> dict[str, Mapping[Any, float]]:
+def _multiqc_data(summary: RunSummary, counts: FragmentCounts) -> dict[str, Mapping[Any, float]]:
     """Return the data of each of MultiQC's sections, by its name."""
     num_reads = sum(summary.fates.values())
     num_viral = summary.fates.get("viral", 0)
-    num_scored = int(score_counts.sum())
+    num_scored = int(counts.reads_by_score.sum())
     general = {
         "viral": num_viral,
         "reads": num_reads,
@@ -216,7 +178,7 @@ def _multiqc_data(
         "scored_percent": 100 * num_scored / max(num_reads, 1),
     }
     reads_by_score = {}
-    for place, count in enumerate(score_counts.tolist()):
+    for place, count in enumerate(counts.reads_by_score.tolist()):
         middle_of_bin = (place + 0.5) / SCORE_BINS
         reads_by_score[middle_of_bin] = count
     return {"general": general, "fates": summary.fates, "scores": reads_by_score}
@@ -253,7 +215,7 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
             is_contig = num_chunks > 1
             votes = _contig_votes(chunks, len(lengths), threshold)[is_contig]
             names = np.array(store.read_ids(reads.start, reads.stop), dtype=object)
-            _append_rows(
+            append_rows(
                 table,
                 names[is_contig],
                 lengths[is_contig],
@@ -356,23 +318,3 @@ def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.
     sums["label"] = np.where(consensus.is_viral(scores, threshold), "virus", "others")
     sums.loc[~has_vote, "label"] = ""
     return sums
-
-
-def _append_rows(table: Path, *columns: object) -> None:
-    """Append columns to a file as TAB-separated lines, without a line of names and without quotes.
-
-    Args:
-        table: The file.
-        columns: The columns, all of the same length.
-    """
-    # The names of the columns only keep pandas from joining the columns by their own indices.
-    rows = pd.DataFrame({str(index): np.asarray(column) for index, column in enumerate(columns)})
-    rows.to_csv(
-        table,
-        mode="a",
-        sep="\t",
-        header=False,
-        index=False,
-        quoting=csv.QUOTE_NONE,
-        lineterminator="\n",
-    )

@@ -165,6 +165,7 @@ def test_files_do_not_depend_on_how_many_reads_are_held_in_memory(
 ) -> None:
     export(RunDir(run), tmp_path / "whole", "lung")
     monkeypatch.setattr("virnuc_core.report.exports.PIECE_READS", 3)
+    monkeypatch.setattr("virnuc_core.report.kraken.PIECE_FRAGMENTS", 3)
     export(RunDir(run), tmp_path / "pieces", "lung")
     for name in ("contigs.tsv", "lung.kraken2.classifiedreads.txt", "virnuc_scores_mqc.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "pieces" / name).read_bytes()
