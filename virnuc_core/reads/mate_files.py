@@ -4,17 +4,20 @@
 ids of the first reads decide: mates have the same ids. Each decision is one line of the log.
 """
 
+import itertools
 import logging
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
+from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.file_names import UNPAIRED_REASON, MateNames, NamedPair, find_mates
+from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import (
     Inputs,
-    Source,
     can_be_read_twice,
     find_alignment_format_of_file,
     find_inputs,
@@ -250,18 +253,18 @@ def _read_beginning(file: str) -> _Beginning:
 
     A pipe is not read, because its bytes come only once.
     """
+    log = ParseLog(on_error="skip")
     try:
         if not can_be_read_twice(file):
             return _Beginning(is_known=False)
-        with Source.open(file) as source:
-            text = source.read(_HEAD_BYTES)
-            if not text and source.damage is not None:
-                return _Beginning(is_known=False)
+        with closing(parse((file,), log, block_bytes=_HEAD_BYTES)) as batches:
+            batch = next(batches, None)
     except (InputError, OSError):  # staging reports it
         return _Beginning(is_known=False)
-    lines = text.removeprefix(b"\xef\xbb\xbf").lstrip().splitlines()
-    if lines and lines[0][:1] in (b">", b";"):
+    if batch is None:
+        # A file with broken records only is not empty. Staging reports it.
+        return _Beginning(is_known=not log.first_broken)
+    if batch.format == "fasta":
         return _Beginning(is_fasta=True)
-    headers = lines[: 4 * _MAX_IDS : 4]
-    ids = [header[1:].split()[0] for header in headers if header[:1] == b"@" and header[1:].split()]
-    return _Beginning(tuple(ids))
+    ids = itertools.islice(batch.ids, _MAX_IDS)
+    return _Beginning(tuple(read_id for read_id in ids if read_id))

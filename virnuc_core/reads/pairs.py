@@ -6,10 +6,10 @@ are unique. A read whose mate is missing is called an orphan. Orphans are allowe
 asked to skip broken records.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -219,15 +219,21 @@ class _Side:
         self._remove_mate_ends(self._reads)
 
     def _remove_mate_ends(self, reads: _Reads) -> None:
-        """Remove the ends of this file's ids from the names of some reads, in place."""
+        """Remove the ends of this file's ids from the names of some reads, in place.
+
+        The numbers in these ends say which mate each read is.
+        """
         if not self._mate_ends:
             return
+        mates: list[int] = []
         for index, name in enumerate(reads.names):
             if not name.endswith(self._mate_ends):
                 wanted = " or ".join(end.decode() for end in self._mate_ends)
                 problem = f"its id does not end in {wanted}, as those before it"
                 raise self.error(reads, index, problem)
             reads.names[index] = name[:-2]
+            mates.append(int(name[-1:]))
+        reads.mates = bytes(mates)
 
     def next_names(self, count: int) -> list[bytes]:
         """Return the names of the next `count` reads in the buffer, without taking the reads."""
@@ -343,18 +349,33 @@ def _agree_on_mate_ends(first: _Side, second: _Side) -> None:
 def _find_mate_ends_of_interleaved(side: _Side) -> None:
     """Do the same as `_agree_on_mate_ends` for a file that holds both mates of each pair.
 
+    The ids of mates end so if all names of the first thousands of reads do, and if neighbours are
+    more often mates by these ends than equal. Mates called `run.1` and `run.1` are equal. Then the
+    ends are part of the name of a pair, because archives number the pairs.
+
     Raises:
         InputError: See `_Side.fill`.
     """
     if not side.fill(2):
         return
     names = side.next_names(len(side))
+    n_equal = sum(name == next_name for name, next_name in itertools.pairwise(names))
     for mark in _OTHER_MARKS:
         ends = (mark + b"1", mark + b"2")
-        is_pair = names[0].endswith(ends[0]) and names[1] == names[0][:-2] + ends[1]
-        if is_pair and all(name.endswith(ends) for name in names):
+        if not all(name.endswith(ends) for name in names):
+            continue
+        if _count_mates_by_ends(names, ends) > n_equal:
             side.use_mate_ends(ends)
-            return
+        return
+
+
+def _count_mates_by_ends(names: list[bytes], ends: tuple[bytes, bytes]) -> int:
+    """Count the neighbours whose names differ only by these ends, in this order."""
+    count = 0
+    for name, next_name in itertools.pairwise(names):
+        if name.endswith(ends[0]) and next_name == name[:-2] + ends[1]:
+            count += 1
+    return count
 
 
 def _join_interleaved(side: _Side, log: ParseLog) -> Iterator[_Stream]:
@@ -472,9 +493,9 @@ def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Sid
     lines = zip(first_reads.lines, second_reads.lines, strict=True)
     return _Stream(
         ids=[name + end for name in first_reads.names for end in MATE_ENDS],
-        bases=list(chain.from_iterable(bases)),
-        records=list(chain.from_iterable(records)),
-        lines=list(chain.from_iterable(lines)),
+        bases=list(itertools.chain.from_iterable(bases)),
+        records=list(itertools.chain.from_iterable(records)),
+        lines=list(itertools.chain.from_iterable(lines)),
         follows_mate=[False, True] * n_pairs,
     )
 

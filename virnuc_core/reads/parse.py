@@ -62,7 +62,7 @@ class _WorkResult(NamedTuple, Generic[Output]):
 
 def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
-) -> Iterator[ReadBatch]:
+) -> Generator[ReadBatch]:
     """Parse the reads of all files in order, in this process.
 
     Args:

@@ -377,6 +377,8 @@ class _Packing:
     new_unpacker: Callable[[], Any]
     errors: tuple[Any, ...]  # the classes of errors that it raises for damaged data
     can_bound_output: bool = True  # its `decompress` accepts a maximum number of bytes
+    # How many bytes of a member must be there before it is recognised and decompressed.
+    header_bytes: int = 6  # the longest magic number
 
 
 class Source:
@@ -553,8 +555,9 @@ class Source:
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     continue
-                # The gzip library wants the whole header of a member in its first call.
-                while packing.name == "gzip" and len(packed) < _GZIP_HEADER_BYTES:
+                # The first bytes of a member say what it is. They may lie on both sides of a border
+                # between two pieces. The gzip library wants a whole header in its first call.
+                while len(packed) < packing.header_bytes:
                     more = self._next_piece()
                     if not more:
                         break
@@ -721,7 +724,9 @@ def _find_packing(head: bytes) -> _Packing | None:
     """
     if head.startswith(_GZIP_MARK):
         new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)  # 31: with gzip's header
-        return _Packing("gzip", new_gzip_unpacker, (isal_zlib.error,))
+        return _Packing(
+            "gzip", new_gzip_unpacker, (isal_zlib.error,), header_bytes=_GZIP_HEADER_BYTES
+        )
     if head.startswith(b"BZh"):
         return _Packing("bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError))
     if head.startswith(b"\xfd7zXZ\0"):

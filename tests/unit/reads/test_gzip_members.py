@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,3 +90,39 @@ def test_zstd_with_a_long_window_says_how_to_decompress_it(tmp_path: Path) -> No
     assert content == b""
     assert damage is not None
     assert "zstd -d --long=31" in str(damage)
+
+
+def pack_with(packing: str, content: bytes) -> bytes:
+    """Return one member of a compression format."""
+    if packing == "zstd":
+        return pytest.importorskip("zstandard").ZstdCompressor().compress(content)  # type: ignore[no-any-return]
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress,
+        "bzip2": bz2.compress,
+        "xz": lzma.compress,
+    }
+    return pack[packing](content)
+
+
+@pytest.mark.parametrize("between", [b"", bytes(8)], ids=["joined", "zeros between"])
+@pytest.mark.parametrize("packing", ["gzip", "bzip2", "xz", "zstd"])
+def test_any_border_of_reading_may_cut_the_first_bytes_of_a_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, between: bytes
+) -> None:
+    """pbzip2 and pzstd write a member for each MB or less, so large files meet every border."""
+    contents = [b"ACGT" * 30, b"TTTT", b"GG"]
+    members = [pack_with(packing, content) for content in contents]
+    path = tmp_path / "many"
+    path.write_bytes(between.join(members))
+    for bytes_before in range(1, 8):
+        border = len(members[0]) + len(between) + bytes_before
+        monkeypatch.setattr("virnuc_core.reads.sources._PIECE_BYTES", border)
+        assert read_all(path) == (b"".join(contents), None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_member_that_is_cut_within_its_first_bytes_is_damage(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "cut.bz2"
+    path.write_bytes(bz2.compress(b"ACGT") + bz2.compress(b"TTTT")[:size])
+    content, damage = read_all(path)
+    assert (content, damage is None) == (b"ACGT", False)

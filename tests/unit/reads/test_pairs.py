@@ -405,6 +405,71 @@ def test_the_mate_of_a_skipped_record_becomes_an_orphan(write: WriteReads, tmp_p
     assert [name for name in names(store) if name.startswith("r7/")] == ["r7/1"]
 
 
+@pytest.mark.parametrize("mark", "/._:")
+@pytest.mark.parametrize("lost", [["r0", 1], ["r0", 2], ["r2", 1], ["r2", 2], ["r4", 1], ["r4", 2]])
+def test_an_orphan_of_an_interleaved_file_is_the_mate_that_its_id_says(
+    write: WriteReads, tmp_path: Path, mark: str, lost: list[str | int]
+) -> None:
+    mates = [(f"r{number}", mate) for number in range(5) for mate in (1, 2)]
+    mates.remove(tuple(lost))
+    text = fastq([f"{name}{mark}{mate}" for name, mate in mates])
+    summary, store = staged(
+        tmp_path / "orfs.h5", reads=(write(text),), interleaved=True, on_error="skip"
+    )
+    assert names(store) == [f"{name}/{mate}" for name, mate in mates]
+    assert (summary.n_pairs, summary.by_file[0].orphans) == (4, 1)
+
+
+@pytest.mark.parametrize("mark", "/._:")
+def test_exchanged_mates_are_noticed_whatever_ends_their_ids(
+    write: WriteReads, tmp_path: Path, mark: str
+) -> None:
+    in_order = [f"r{number}{mark}{mate}" for number in range(3) for mate in (1, 2)]
+    exchanged = [*in_order[:2], in_order[3], in_order[2], *in_order[4:]]
+    with pytest.raises(InputError, match="the header says mate 2, but mate 1 is expected here"):
+        staged(tmp_path / "orfs.h5", reads=(write(fastq(exchanged)),), interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ("run.1 run.2 run.2", "run.1/1 run.2/1 run.2/2"),
+        ("run.1 run.1 run.2 run.2", "run.1/1 run.1/2 run.2/1 run.2/2"),
+    ],
+)
+def test_numbers_that_are_equal_for_mates_are_no_mate_marks(
+    write: WriteReads, tmp_path: Path, headers: str, expected: str
+) -> None:
+    """Archives number their reads: `run.1` is the first fragment, and both mates are called so."""
+    text = fastq(headers.split())
+    _, store = staged(tmp_path / "orfs.h5", reads=(write(text),), interleaved=True, on_error="skip")
+    assert names(store) == expected.split()
+
+
+@pytest.mark.parametrize("irregular", ["wrapped", "blank lines", "broken record", "returns"])
+def test_ids_of_irregular_fastq_decide_where_names_may_mean_patients_or_mates(
+    write: WriteReads, tmp_path: Path, irregular: str
+) -> None:
+    texts = {}
+    for mate in (1, 2):
+        text = fastq([f"r{number}.{mate}" for number in range(4)])
+        if irregular == "wrapped":
+            bases = bases_of(f"r0.{mate}")
+            text = text.replace(bases, f"{bases[:30]}\n{bases[30:]}", 1)
+            text = text.replace("I" * 60, f"{'@' * 30}\n{'I' * 30}", 1)
+        elif irregular == "blank lines":
+            text = text.replace("\n@", "\n\n@")
+        elif irregular == "broken record":
+            text = f"@broken{mate}\nACGT\n" + text
+        else:
+            text = text.replace("\n", "\r")
+        texts[f"in/patient_{mate}.fq"] = text
+    for name, text in texts.items():
+        write(text, name)
+    summary, _ = staged(tmp_path / "orfs.h5", reads=(str(tmp_path / "in"),), on_error="skip")
+    assert summary.n_pairs == 4
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 40), st.sets(st.integers(0, 39)), st.sets(st.integers(0, 39)), st.integers(1, 9)
