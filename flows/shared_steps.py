@@ -9,6 +9,7 @@ from virnuc.tasks.drawing import draw_subset, simulate_reads
 from virnuc.tasks.events import emit
 from virnuc.tasks.run_tables import fate_rows
 from virnuc.tasks.staging import stage
+from virnuc_core.config import INPUT_FIELDS, ReadsSpec
 from virnuc_core.pipeline import stage_spec
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
@@ -33,18 +34,20 @@ def with_made_reads(settings: MeasuredSettings) -> MeasuredSettings:
             run, settings.simulate, seed=settings.reads_seed, force=settings.force
         ).result()
     elif settings.subset is not None:
-        (source,) = settings.reads
+        source = ReadsSpec(**settings.model_dump(include={*ReadsSpec.model_fields}))
         made = draw_subset(
             run,
             source,
             settings.subset,
             seed=settings.reads_seed,
-            label=sample_name((source,)),
+            label=sample_name(source.all_inputs),
             force=settings.force,
         ).result()
     else:
         return settings
-    return settings.model_copy(update={"reads": (str(made.path),)})
+    # The drawn reads are FASTA or FASTQ, which have no read groups.
+    drawn_fields = made.reads.model_dump(include={*INPUT_FIELDS, "interleaved", "read_group"})
+    return settings.model_copy(update=drawn_fields)
 
 
 def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:

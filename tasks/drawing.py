@@ -3,6 +3,7 @@
 from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.retries import first_attempt
 from virnuc.tasks.task import retrying_task
+from virnuc_core.config import ReadsSpec
 from virnuc_core.reads import drawn
 from virnuc_core.reads.drawn import DrawnReads
 from virnuc_core.rundir import RunDir
@@ -10,20 +11,20 @@ from virnuc_core.rundir import RunDir
 
 @retrying_task("subset", "draw {n_reads} reads of {label}")
 def draw_subset(
-    run: RunDir, source: str, n_reads: int, *, seed: int, label: str, force: bool = False
+    run: RunDir, source: ReadsSpec, n_reads: int, *, seed: int, label: str, force: bool = False
 ) -> Outcome[DrawnReads]:
-    """Draw reads from a file, so that their lengths are distributed as in the whole file.
+    """Draw reads, so that their lengths are distributed as in all reads. Mates stay together.
 
     Args:
         run: The output directory of the flow.
-        source: The file of reads.
+        source: The files of reads, and which of them hold mates.
         n_reads: How many reads to draw.
         seed: Equal seeds draw equal reads.
         label: The name of the sample, for names in the UI.
         force: Draw again even if the subset is there.
 
     Returns:
-        An outcome with the file, named `Reused` if it was there.
+        An outcome with the files, named `Reused` if they were there.
 
     Raises:
         VirnucError: The reads cannot be used; see `drawn.draw_subset`.
@@ -45,7 +46,7 @@ def simulate_reads(
         force: Make them again even if they are there.
 
     Returns:
-        An outcome with the file, named `Reused` if it was there.
+        An outcome with the files, named `Reused` if they were there.
 
     Raises:
         ConfigError: There is no such size.

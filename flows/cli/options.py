@@ -18,6 +18,11 @@ from virnuc_core.config import Spec
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
+# files of mates, for commands without a settings model
+# `-1 a.fq b.fq`
+_SEVERAL: Final = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
+Mates1 = Annotated[tuple[str | Path, ...], Parameter(name=("--mates-1", "-1")), _SEVERAL]
+Mates2 = Annotated[tuple[str | Path, ...], Parameter(name=("--mates-2", "-2")), _SEVERAL]
 
 SHORT_OPTIONS: Final = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 # the variables that are used for what a command was not given

@@ -6,7 +6,9 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import Field
 
-from virnuc.flows.cli.options import Flag, Out, command
+from virnuc.flows.cli.options import Flag, Mates1, Mates2, Out, command
+from virnuc.flows.parameters import build
+from virnuc_core.config import OnError, ReadsSpec
 from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 
@@ -31,24 +33,49 @@ def simulate(settings: SimulateSettings) -> None:
 
 
 def sample(
-    source: str | Path,
-    /,
-    *,
+    *source: str | Path,
     reads: Annotated[int, Parameter(name=("--reads", "-n"))],
     out: Out,
+    mates_1: Mates1 = (),
+    mates_2: Mates2 = (),
+    interleaved: Flag = False,
+    pairs: bool = True,
+    on_error: OnError = "stop",
+    read_group: Annotated[str, Parameter(show_default=False)] = "",
     seed: int = 0,
     force: Flag = False,
 ) -> None:
-    """Draw reads so that their lengths are distributed as in the whole.
+    """Draw reads so that their lengths are distributed as in the whole. Mates stay together.
+
+    Of pairs in two files, OUT_R1 and OUT_R2 are written in step. Interleaved pairs stay in one
+    file. Reads without a mate beside pairs go to OUT_orphans.
 
     Args:
-        source: FASTA or FASTQ file or folder
-        reads: how many
+        source: FASTA, FASTQ or BAM files or folders; mates are found by the names of their files
+        reads: how many, each mate counted; of an odd number of mates one is left out
         out: file to write; .gz packs it
+        mates_1: files of first mates, each in step with one of --mates-2
+        mates_2: files of second mates, as many
+        interleaved: mates follow each other in SOURCE
+        pairs: keep mates together
+        on_error: a broken record, or a read without its mate: stop, or skip it and go on
+        read_group: of BAM, CRAM or SAM: only reads of read groups of this sample (SM, else ID)
         seed: equal seeds draw equal reads
-        force: write over a file that is there
+        force: write over files that are there
     """
-    from virnuc_core.reads.subsets import sample as draw_sample
+    from virnuc_core.reads.sampling import sample as draw_sample
 
-    sample_summary = draw_sample(str(source), reads, out, seed, force=force)
-    print("\n".join(sample_summary.lines()))
+    values = {
+        "reads": tuple(str(name) for name in source),
+        "mates_1": tuple(str(name) for name in mates_1),
+        "mates_2": tuple(str(name) for name in mates_2),
+        "interleaved": interleaved,
+        "pairs": pairs,
+        "on_error": on_error,
+        "read_group": read_group,
+    }
+    spec = build(ReadsSpec, values)
+    summary = draw_sample(spec, reads, out, seed, join_named_files=True, force=force)
+    print("\n".join(summary.lines()))
+    if summary.pairs_before:
+        print(f"written: {', '.join(str(path) for path in summary.files)}")

@@ -85,7 +85,7 @@ COMMANDS: Final = (
     CommandEntry(
         "sample",
         module="read_commands",
-        summary="draw a subset with the same read lengths",
+        summary="draw a subset with the same read lengths; mates stay together",
     ),
     CommandEntry(
         "compare",

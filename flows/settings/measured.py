@@ -57,7 +57,7 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
     subset: int | None = Field(
         None,
         ge=1,
-        description="first draw this many reads of the one file given, with the lengths of all",
+        description="first draw this many reads, with the lengths of all; mates stay together",
     )
     simulate: str | None = Field(
         None,
@@ -72,8 +72,6 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
         """Refuse settings that say two things of where the reads come from."""
         if self.simulate is not None and (self.subset is not None or self.all_inputs):
             raise ConfigError("simulate: synthetic reads take the place of all reads; give none")
-        if self.subset is not None and (self.mates_1 or len(self.reads) != 1):
-            raise ConfigError("subset: is drawn of one file of single reads; name that file only")
         return self
 
     def inputs(self) -> tuple[str, ...]:

@@ -345,8 +345,7 @@ def test_subset_and_simulation_are_steps_of_a_flow(
     ("source", "message"),
     [
         ({"reads": ["a.fa"], "simulate": "small"}, "synthetic reads take the place"),
-        ({"reads": ["a.fa", "b.fa"], "subset": 10}, "one file of single reads"),
-        ({"mates_1": ["a.fa"], "mates_2": ["b.fa"], "subset": 10}, "one file of single reads"),
+        ({"mates_1": ["a.fa"], "subset": 10}, "name both of each pair"),
         ({"simulate": "some"}, "simulate"),
         ({}, "none are named"),
     ],

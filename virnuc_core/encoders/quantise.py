@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from virnuc_core.config import ReadsSpec
 from virnuc_core.encoders.calibration import (
     CALIBRATION,
     STATISTICS_DIGEST,
@@ -24,9 +25,9 @@ from virnuc_core.encoders.models import NETWORKS, embed_sequences
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.errors import InputError, WeightsError
 from virnuc_core.first_use import first_use
+from virnuc_core.reads.sampling import sample
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import sample
 from virnuc_core.rundir import atomic_file
 
 # More reads or proteins would hardly change the statistics. Fewer than the minimum would not show
@@ -216,7 +217,9 @@ def _sample_proteins(reads: str, model_length: int) -> list[bytes]:
     """
     with TemporaryDirectory(prefix="virnuc-quantise-") as temp_folder:
         sample_path = Path(temp_folder, "reads")
-        sample(reads, MAX_CALIBRATION_READS, sample_path)
+        # Calibration looks at proteins only, so mates need not stay together.
+        source = ReadsSpec(reads=(reads,), pairs=False)
+        sample(source, MAX_CALIBRATION_READS, sample_path)
         spec = StageSpec(reads=(str(sample_path),), model_length=model_length)
         store = OrfStore.open(stage(spec, Path(temp_folder, "orfs.h5")).store)
         return store.protein(0, store.n_uniques)

@@ -192,6 +192,18 @@ def cut_endings(file: str) -> str:
     return ENDINGS.sub("", Path(file).name)
 
 
+def add_word(path: Path, word: str) -> Path:
+    """Return a path with a word added to its name, before the endings: `a.fq.gz` to `a_R1.fq.gz`.
+
+    Args:
+        path: The path.
+        word: The word with its separator, such as `_R1`.
+    """
+    stem = cut_endings(path.name)
+    endings = path.name[len(stem) :]
+    return path.with_name(f"{stem}{word}{endings}")
+
+
 def find_mates(files: Iterable[str]) -> MateNames:
     """Find out which files are mates by their names. No file is opened.
 

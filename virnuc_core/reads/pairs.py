@@ -154,6 +154,18 @@ def pair_batches(
             yield stream.to_batch(first.format, with_records=with_records)
 
 
+def begins_with_pair(batch: ReadBatch) -> bool:
+    """Return True if the first two reads of a batch are the mates of one pair by their headers.
+
+    Args:
+        batch: The first reads of a file that is not read as pairs.
+    """
+    if len(batch) < 2 or batch.follows_mate is not None:
+        return False
+    reads = _with_mates(batch)
+    return reads.names[0] == reads.names[1] and reads.mates[:2] == b"\1\2"
+
+
 class _Side:
     """One file of a pair, with a buffer of reads that were parsed but not taken yet.
 

@@ -1,9 +1,6 @@
-"""Write a subset of the input reads to files: a random sample, or all reads with a verdict.
+"""Write the input reads with certain verdicts to files. The text of each record is unchanged.
 
-The text of each record is copied unchanged. A sample has the same distribution of lengths as all
-reads. To draw it, the input is read twice: first for the lengths, then to copy the chosen reads.
-The reads are sorted by length and divided into equal groups, and one read is drawn from each group.
-This takes about 20 bytes of memory per read, for reads of any length.
+`sampling` writes a random subset. Both choose reads with `choose_reads`.
 """
 
 import csv
@@ -13,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.checked_files import open_checked
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import InputError
 from virnuc_core.input_names import STDIN
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch
 from virnuc_core.reads.pairs import pair_batches
@@ -29,143 +26,16 @@ from virnuc_core.reads.sources import Inputs, can_be_read_twice, create_reads_fi
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
-from virnuc_core.rundir import MATE_SUFFIXES, RunDir, require_absent
+from virnuc_core.rundir import MATE_SUFFIXES, RunDir
 from virnuc_core.runfiles import FileDigest
 from virnuc_core.safe_files import path_of_open_file, require_fits_memory
 from virnuc_core.system_errors import read_with_retries
 
-_MAX_BINS: Final = 50  # rows of the table that compares the lengths before and after
-_FORMAT_BY_ENDING: Final[dict[str, Format]] = {
-    "fq": "fastq",
-    "fastq": "fastq",
-    "fa": "fasta",
-    "fna": "fasta",
-    "fasta": "fasta",
-}
 _FIRST_MATE: Final = 0  # indices of MATE_SUFFIXES
 _SECOND_MATE: Final = 1
 _ORPHAN: Final = 2
 # What to do if a table is not as the run left it.
 WRITE_AGAIN: Final = "repeat the command of the run, which writes the file again from its shards"
-
-
-class SampleSummary(NamedTuple):
-    """The size of a sample, and how well its lengths represent the whole."""
-
-    reads_before: int
-    reads_after: int
-    # a row for each bin: `shortest` and `longest` length, reads `before` and `after`
-    bins: pd.DataFrame
-    # largest difference of the two cumulative length distributions (Kolmogorov–Smirnov), 0 to 1
-    distance: float
-
-    def lines(self) -> list[str]:
-        """Return a table that compares the lengths before and after sampling, as lines of text."""
-        lines = [f"{'length':>15} {'before':>12} {'share':>8} {'after':>12} {'share':>8}"]
-        for shortest, longest, n_before, n_after in self.bins.to_numpy().tolist():
-            span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
-            share_before = n_before / max(self.reads_before, 1)  # 1: there are no reads
-            share_after = n_after / max(self.reads_after, 1)
-            lines.append(
-                f"{span:>15} {n_before:>12,} {share_before:>8.2%} "
-                f"{n_after:>12,} {share_after:>8.2%}"
-            )
-        lines.append(
-            f"{self.reads_after:,} of {self.reads_before:,} reads; "
-            f"distance of lengths {self.distance:.4f}"
-        )
-        return lines
-
-
-def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False) -> SampleSummary:
-    """Draw a random sample of reads with the same distribution of lengths, and write it to a file.
-
-    The records are copied unchanged, in the order of the input.
-
-    Args:
-        source: A file or folder.
-        n: The number of reads to draw. If there are fewer, all are taken.
-        out: The file for the sample. It is gzipped if its name ends in `.gz`.
-        seed: Equal seeds draw equal reads.
-        force: Replace `out` if it exists.
-
-    Returns:
-        The lengths of the sample compared with those of all reads.
-
-    Raises:
-        InputError: The reads cannot be used or cannot be read twice, or FASTA is mixed with FASTQ.
-        ConfigError: `n` is below 1, `out` exists, or its name ends like another format.
-    """
-    if n < 1:
-        raise ConfigError(f"{n} reads were requested; request 1 or more")
-    require_rereadable((source,))
-    files = find_inputs((source,)).files
-    if any(out.resolve() == Path(name).resolve() for name in files):
-        raise ConfigError(f"{out}: the reads are drawn from this file; choose another name")
-    require_absent(out, force=force)
-    lengths = _read_lengths(files, out)
-    # Drawing from equal ranges of the reads in order of length gives the same distribution.
-    reads_by_length = np.argsort(lengths, kind="stable")
-    drawn_reads = reads_by_length[choose_reads(len(lengths), n, seed)]
-    is_drawn = np.zeros(len(lengths), bool)
-    is_drawn[drawn_reads] = True
-    _copy_reads(files, is_drawn, out)
-    return _summarize_sample(lengths, lengths[drawn_reads])
-
-
-def _copy_reads(files: tuple[str, ...], is_drawn: NDArray[np.bool_], out: Path) -> None:
-    """Copy the drawn reads of some files to one file, unchanged and in order.
-
-    Args:
-        files: The input files.
-        is_drawn: Which reads of the input are drawn: bool [reads].
-        out: The file to write. It appears when it is complete.
-    """
-    n_passed = 0
-    with create_reads_file(out) as file:
-        for batch in parse(files, ParseLog()):
-            is_drawn_in_batch = is_drawn[n_passed : n_passed + len(batch)]
-            for index in np.flatnonzero(is_drawn_in_batch).tolist():
-                file.write(batch.records[index])
-            # A long read comes in several parts, which all are the same read.
-            if batch.part is None or batch.part.is_last:
-                n_passed += len(batch)
-
-
-def _summarize_sample(
-    lengths: NDArray[np.uint32], drawn_lengths: NDArray[np.uint32]
-) -> SampleSummary:
-    """Compare the lengths of all reads with the lengths of a sample.
-
-    Args:
-        lengths: The bases of each read.
-        drawn_lengths: The bases of each read of the sample.
-
-    Returns:
-        A table with bins of lengths, and the largest difference of the cumulative distributions.
-    """
-    # The distance of the two distributions.
-    distinct_lengths, n_before = np.unique(lengths, return_counts=True)
-    index_of_drawn = np.searchsorted(distinct_lengths, drawn_lengths)
-    n_after = np.bincount(index_of_drawn, minlength=len(distinct_lengths))
-    # Without reads there is nothing to divide; 1 avoids a division by zero.
-    cumulative_before = n_before.cumsum() / max(1, len(lengths))
-    cumulative_after = n_after.cumsum() / max(1, len(drawn_lengths))
-    distance = np.abs(cumulative_before - cumulative_after).max(initial=0.0)
-
-    # Divide the lengths into bins with about equal numbers of reads.
-    n_shorter = n_before.cumsum() - n_before
-    bin_of_length = n_shorter * _MAX_BINS // max(1, len(lengths))
-    bin_starts = np.flatnonzero(np.diff(bin_of_length, prepend=-1))
-    bins = pd.DataFrame(
-        {
-            "shortest": distinct_lengths[bin_starts],
-            "longest": np.maximum.reduceat(distinct_lengths, bin_starts),
-            "before": np.add.reduceat(n_before, bin_starts),
-            "after": np.add.reduceat(n_after, bin_starts),
-        }
-    )
-    return SampleSummary(len(lengths), len(drawn_lengths), bins, float(distance))
 
 
 def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
@@ -184,45 +54,11 @@ def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]
     """
     if wanted is None or wanted >= total:
         return np.arange(total, dtype=np.int64)
+    if wanted == 0:
+        return np.zeros(0, np.int64)
     # The ranges between the bounds differ by one read at most. One number is drawn in each.
     bounds = np.arange(wanted + 1, dtype=np.int64) * total // wanted
     return np.random.default_rng(seed).integers(bounds[:-1], bounds[1:])
-
-
-def _read_lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
-    """Parse all files and return the number of bases of each read: uint32 [reads].
-
-    Args:
-        files: The files.
-        out: The file that will be written later. Its name is checked against the format here,
-            because the format is known now.
-
-    Raises:
-        InputError: FASTA is mixed with FASTQ, or see `parse`.
-        ConfigError: `out` has a FASTA ending for FASTQ reads, or the other way round.
-    """
-    lengths = [np.zeros(0, np.uint32)]
-    format_: Format | None = None
-    for batch in parse(files, ParseLog()):
-        if format_ not in (None, batch.format):
-            raise InputError(
-                "FASTA and FASTQ are mixed",
-                file=files[batch.file_index],
-                hint="sample each format by itself",
-            )
-        format_ = batch.format
-        if batch.part is None:
-            lengths.append(batch.bases.lengths.astype(np.uint32))
-        elif batch.part.is_last:
-            n_bases = batch.part.n_bases_before + len(batch.bases.data)
-            lengths.append(np.array([n_bases], np.uint32))
-    ending = out.name.removesuffix(".gz").rpartition(".")[2].lower()
-    claimed_format = _FORMAT_BY_ENDING.get(ending)
-    if format_ is not None and claimed_format not in (None, format_):
-        raise ConfigError(
-            f"{out}: the reads are {format_.upper()}; name the file .{format_} or .{format_}.gz"
-        )
-    return np.concatenate(lengths)
 
 
 def require_rereadable(reads: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from xopen import xopen
 
+from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.drawn import draw_subset, simulate_reads
 from virnuc_core.rundir import RunDir
@@ -29,7 +30,7 @@ def ids(path: Path) -> list[str]:
 def test_a_subset_is_drawn_once_and_is_the_users_reads(tmp_path: Path, source: Path) -> None:
     run = RunDir(tmp_path / "out")
     run.root.mkdir()
-    first = draw_subset(run, str(source), 10, 0, force=False)
+    first = draw_subset(run, ReadsSpec(reads=(str(source),)), 10, 0, force=False)
     assert not first.reused
     assert first.path == run.root / "drawn" / "lung.subset.gz"
     assert "10 of 40 reads drawn" in first.description
@@ -37,7 +38,7 @@ def test_a_subset_is_drawn_once_and_is_the_users_reads(tmp_path: Path, source: P
     assert len(set(drawn_ids)) == 10
     assert sorted(int(name[1:]) % 10 for name in drawn_ids) == list(range(10)), "each length once"
     changed_ns = first.path.stat().st_mtime_ns
-    second = draw_subset(run, str(source), 10, 0, force=False)
+    second = draw_subset(run, ReadsSpec(reads=(str(source),)), 10, 0, force=False)
     assert second.reused
     assert second.path.stat().st_mtime_ns == changed_ns
 
@@ -48,7 +49,7 @@ def test_it_is_drawn_again_where_anything_is_another(
 ) -> None:
     run = RunDir(tmp_path / "out")
     run.root.mkdir()
-    first = draw_subset(run, str(source), 10, 0, force=False)
+    first = draw_subset(run, ReadsSpec(reads=(str(source),)), 10, 0, force=False)
     n_reads, seed, force = 10, 0, False
     match change:
         case "number":
@@ -61,15 +62,15 @@ def test_it_is_drawn_again_where_anything_is_another(
             first.path.write_bytes(b"cut off")
         case "force":
             force = True
-    second = draw_subset(run, str(source), n_reads, seed, force=force)
+    second = draw_subset(run, ReadsSpec(reads=(str(source),)), n_reads, seed, force=force)
     assert not second.reused
     assert len(ids(second.path)) == n_reads
 
 
-@pytest.mark.parametrize("name", ["-", "https://a.b/r.fa", "ncbi:NC_045512", "."])
+@pytest.mark.parametrize("name", ["-", "https://a.b/r.fa", "ncbi:NC_045512", "/dev/null"])
 def test_what_cannot_be_read_twice_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="use virnuc sample"):
-        draw_subset(RunDir(tmp_path), name, 10, 0, force=False)
+    with pytest.raises(ConfigError, match="is read twice"):
+        draw_subset(RunDir(tmp_path), ReadsSpec(reads=(name,)), 10, 0, force=False)
 
 
 def test_synthetic_reads_are_made_once_with_their_labels(tmp_path: Path) -> None:

@@ -19,13 +19,15 @@ import pytest
 import zstandard
 
 from virnuc.flows.preflight import count_rows
+from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
-from virnuc_core.reads import subsets
+from virnuc_core.reads import sampling, subsets
 from virnuc_core.reads.fast_parser import Strings
+from virnuc_core.reads.sampling import sample
 from virnuc_core.reads.sources import Source
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, StoreWriter
-from virnuc_core.reads.subsets import sample, write_reads
+from virnuc_core.reads.subsets import write_reads
 from virnuc_core.reads.translate import _read_columns, _write_segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir
@@ -140,13 +142,14 @@ def test_samples_and_exports_of_long_records_are_complete(
     )
     for size in BLOCKS:
         shrink(monkeypatch, block_bytes=size)
-        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        for module in (subsets, sampling):
+            monkeypatch.setattr(module, "parse", partial(parse, block_bytes=size))
         assert write_reads(run, OrfStore.open(run.store), summary) == 3
         assert (
             gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode()
             == texts[1] + texts[3] + texts[5]
         )
-        sample(good, 3, tmp_path / "drawn.fa", force=True)
+        sample(ReadsSpec(reads=(good,)), 3, tmp_path / "drawn.fa", force=True)
         contents[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(contents.values())) == 1
     assert contents[64].count(">") == 3
@@ -161,11 +164,12 @@ def test_a_record_after_a_long_one_without_line_end_stays_a_record(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     shrink(monkeypatch, block_bytes=BLOCKS[0])
-    monkeypatch.setattr(subsets, "parse", partial(subsets.parse, block_bytes=BLOCKS[0]))
+    for module in (subsets, sampling):
+        monkeypatch.setattr(module, "parse", partial(module.parse, block_bytes=BLOCKS[0]))
     long_record, next_record = f">long\n{'ACGCA' * 600}", ">next\nACGT\n"
     paths = write(long_record + end, "in/a.fa"), write(next_record, "in/b.fa")
     text = long_record + (end or "\n") + next_record
-    assert sample(str(tmp_path / "in"), 2, tmp_path / "out.fa").reads_after == 2
+    assert sample(ReadsSpec(reads=(str(tmp_path / "in"),)), 2, tmp_path / "out.fa").reads_after == 2
     assert (tmp_path / "out.fa").read_bytes().decode() == text
     staging, run = (
         stage(StageSpec(reads=paths), tmp_path / "run" / "orfs.h5"),
@@ -286,7 +290,8 @@ def test_nothing_is_left_of_a_dropped_long_read(
         assert summary.tally["skipped"] == 1
         store = OrfStore.open(summary.store)
         check_equals_twin(store, good_reads)
-        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        for module in (subsets, sampling):
+            monkeypatch.setattr(module, "parse", partial(parse, block_bytes=size))
         assert write_reads(run, store, summary) == 3
         viral = gzip.decompress((run.root / f"viral.{text.__name__}.gz").read_bytes()).decode()
         assert viral == "".join(text([a_read]) for a_read in good_reads[1::2])
@@ -296,11 +301,11 @@ def test_nothing_is_left_of_a_dropped_long_read(
 def test_a_sample_of_long_fastq_reads(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, samples, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
+    reads, samples, parse = random_reads(*range(0, 2000, 100)), set(), sampling.parse
     for size in BLOCKS:
-        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        monkeypatch.setattr(sampling, "parse", partial(parse, block_bytes=size))
         sample(
-            write(gzip.compress(fastq(reads).encode()), "reads.gz"),
+            ReadsSpec(reads=(write(gzip.compress(fastq(reads).encode()), "reads.gz"),)),
             9,
             tmp_path / "drawn.fq",
             force=True,

@@ -12,11 +12,18 @@ import pytest
 from xopen import xopen
 
 from virnuc.flows.cli import main
+from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.subsets import sample
+from virnuc_core.reads.sampling import SampleSummary
+from virnuc_core.reads.sampling import sample as draw_sample
 
 from .conftest import WriteReads
+
+
+def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False) -> SampleSummary:
+    """Draw from one file or folder."""
+    return draw_sample(ReadsSpec(reads=(source,)), n, out, seed, force=force)
 
 
 def fastq(lengths: list[int]) -> str:
