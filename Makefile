@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements audit clean
+.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -28,6 +28,7 @@ help:
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make kernels   the library for Hopper GPUs anew, after a change of its source"
+	@echo "make licences  the table of licences in docs/licences.md anew"
 	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
 setup: $(STAMP)
@@ -94,6 +95,9 @@ requirements: setup
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11.9 --extra bam --extra cluster \
 		--constraints constraints.txt --generate-hashes --no-annotate \
 		--custom-compile-command "make requirements" --output-file deployments/requirements.txt
+
+licences: setup
+	$(BIN)/python tests/licences.py
 
 audit: setup
 	$(BIN)/python tests/audit.py

@@ -1,4 +1,4 @@
-"""Generated pages of the documentation: commands, columns, the Python API and the README."""
+"""Generated pages of the documentation: README, commands, columns, Python and the notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages to the site. mkdocs calls this function."""
     from mkdocs.structure.files import File
 
-    pages = {"index.md": front(), "commands.md": commands(), "tables.md": tables(), "api.md": api()}
+    pages = {
+        "index.md": front(),
+        "commands.md": commands(),
+        "tables.md": tables(),
+        "api.md": api(),
+        "notebook.md": notebook(),
+    }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -28,8 +34,22 @@ def front() -> str:
     Links to other files of the repository become plain words.
     """
     text = (HERE.parent / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"\]\(docs/([\w.-]+\.md)(#[\w-]+)?\)", r"](\1\2)", text)
-    return re.sub(r"\[([^\]]+)\]\((?!https?:|[\w.-]+\.md)[^)]*\)", r"\1", text)
+    text = text.replace("](docs/notebook.ipynb)", "](notebook.md)")
+    text = re.sub(r"\]\(docs/([\w./-]+\.md)(#[\w-]+)?\)", r"](\1\2)", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|[\w./-]+\.md)[^)]*\)", r"\1", text)
+
+
+def notebook() -> str:
+    """Return the cells of the notebook as a page. A link leads to the file itself."""
+    cells = json.loads((HERE / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            source = f"```python\n{source}\n```"
+        parts.append(source)
+    parts.append("[Download this page as a notebook](notebook.ipynb)")
+    return "\n\n".join(parts)
 
 
 def commands() -> str:

@@ -96,16 +96,18 @@ def test_shells_complete_commands_and_options(shell: Literal["bash", "zsh", "fis
 
 
 def written_commands() -> list[str]:
-    """Every whole `virnuc` command line of the README and the guides."""
+    """Return every whole `virnuc` command line in the code blocks of the README and the guides."""
     guides = [
         ROOT / "README.md",
         ROOT / "deployments" / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     ]
     lines = []
     for path in guides:
         text = path.read_text().replace("\\\n", " ")  # a line may be continued on the next one
-        lines += [line.partition(" #")[0].strip() for line in text.splitlines()]
+        blocks = text.split("```")[1::2]  # every second part stands between fences
+        for block in blocks:
+            lines += [line.partition(" #")[0].strip() for line in block.splitlines()]
     return [line for line in lines if line.startswith("virnuc ") and "…" not in line]
 
 

@@ -43,7 +43,7 @@ AT_ONCE: Final = 32
 SPEED: Final = {
     "int8": 166.6,
     "fp16": 101.0,
-}  # thousand tokens/s, 3B, one H200 (docs/performance.md)
+}  # thousand tokens/s, 3B, one H200 (docs/results/measurement-diary.md)
 Kept = Callable[
     [int, str], bool
 ]  # whether a product of a layer, counted in sixths of all, stays in 16 bits

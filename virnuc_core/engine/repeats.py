@@ -29,7 +29,7 @@ from virnuc_core.engine.loader import (
 from virnuc_core.engine.shards import ShardResult, ShardTask
 
 # Scores within this distance of the threshold are near it. These were 1.2 % of the frames on which
-# the distance was chosen (docs/performance.md).
+# the distance was chosen (docs/results/measurement-diary.md).
 NEAR_DISTANCE: Final = 0.05
 
 
