@@ -27,24 +27,7 @@ def predict(settings: PredictSettings) -> Outcome[RunSummary]:
         embedding = staged.embed()
         summary = embedding.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)
-    message = describe_result(summary)
+    message = summary.answer.message
     if embedding.name == REUSED:
         message += "; nothing had to be computed"
     return completed(summary, message)
-
-
-def describe_result(summary: RunSummary) -> str:
-    """Return one line with the numbers of viral, uncertain and failed reads, and of viral pairs."""
-    fates = summary.fates
-    if not summary.n_reads:
-        return "the input holds no reads; the tables have no lines"
-    message = f"{fates.get('viral', 0):,} of {summary.n_reads:,} reads are viral"
-    if "uncertain" in fates:
-        message += f", {fates['uncertain']:,} are uncertain"
-    n_pairs = sum(summary.pairs.values())
-    if n_pairs:
-        message += f"; {summary.pairs['viral']:,} of {n_pairs:,} pairs"
-    n_failed = fates.get("failed", 0)
-    if n_failed:
-        message += f"; {n_failed:,} reads have rows that had to be set aside (failed.tsv)"
-    return message

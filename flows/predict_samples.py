@@ -1,6 +1,5 @@
 """Predictions for many samples, each with a run directory of its own; called by `predict`."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextvars import copy_context
@@ -18,7 +17,13 @@ from virnuc.tasks.running_mark import announce
 from virnuc.tasks.server_use import without_server
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import VirnucError, is_machine_error, join_first
-from virnuc_core.reads.samples import SampleRow, log, summarize_sample, write_samples
+from virnuc_core.reads.samples import (
+    SampleRow,
+    add_summaries,
+    log,
+    summarize_sample,
+    write_samples,
+)
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import SAMPLES
@@ -37,13 +42,13 @@ class SampleTable:
     Attributes:
         path: The file.
         rows: Rows by name of the sample, in the order of the table.
-        fates: Reads of all finished samples by fate.
+        summaries: The summaries of all finished samples.
         errors: What went wrong, by name of the sample.
     """
 
     path: Path
     rows: dict[str, SampleRow]
-    fates: Counter[str] = field(default_factory=Counter)
+    summaries: list[RunSummary] = field(default_factory=list)
     errors: dict[str, Exception] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -53,7 +58,7 @@ class SampleTable:
     def add_result(self, name: str, summary: RunSummary, staging: StageSummary) -> None:
         """Note the result of a sample."""
         self.rows[name] = summarize_sample(name, summary, staging)
-        self.fates.update(summary.fates)
+        self.summaries.append(summary)
 
     def add_error(self, name: str, error: Exception) -> None:
         """Note that a sample failed, and log the error. An error without words goes by its type."""
@@ -87,17 +92,16 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     progress = progress_artifact(f"progress-{label}-samples", f"Samples of {label}")
     with progress as show_share:
         _predict_all(settings, runs, table, show_share)
+    summary = add_summaries(table.summaries)
+    answer = summary.answer
     publish_table(
         f"samples-{label}",
         [row.model_dump() for row in table.rows.values()],
-        f"Samples of {label}: {table.path}",
+        f"Samples of {label}: {answer.message}. {' '.join(answer.remarks)} Table: {table.path}",
     )
     if table.errors:
         raise _error_of_samples(table)
-    n_reads = table.fates.total()
-    summary = RunSummary(n_reads=n_reads, fates=dict(table.fates))
-    viral = table.fates["viral"]
-    message = f"{len(runs)} samples: {viral:,} of {n_reads:,} reads are viral"
+    message = f"{len(runs)} samples: {answer.message}"
     empty_samples = [name for name, row in table.rows.items() if row.reads == 0]
     if empty_samples:
         message += f"; without reads: {join_first(empty_samples)}"

@@ -76,11 +76,15 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
         summary: The summary of the run. Its fates are the numbers of reads by what became of them.
         staging: The summary of the staging, which has remarks on the reads.
     """
-    description = f"What became of the reads of {label}: {run.root}"
+    answer = summary.answer
+    description = f"{label}: {answer.message}. {' '.join(answer.remarks)} Results: {run.root}"
     publish_table(f"reads-{label}", fate_rows(summary, staging.tally), description)
     payload = {
         "reads": summary.n_reads,
-        "viral": summary.fates.get("viral", 0),
+        "viral": answer.viral,
+        "scored": answer.scored,
+        "without_verdict": answer.without_verdict,
+        "random_weights": bool(answer.random_weights),
         "run": str(run.root.absolute()),
     }
     emit("prediction.done", f"prediction.{label}", label, payload)

@@ -26,6 +26,7 @@ FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
 LAYERS = (
     (
         "allowed_paths",
+        "answer",
         "checked_files",
         "confidential",
         "config",

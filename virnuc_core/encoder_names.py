@@ -93,5 +93,6 @@ PROTEIN: Final = EncoderNames(
 )
 NAMES: Final = (DNA, PROTEIN)
 ENCODER_NAMES: Final[tuple[EncoderName, ...]] = (DNA.name, PROTEIN.name)
+RANDOM_ORIGIN: Final = "random"  # the origin of random weights begins with this word
 # The folders of a models directory, for help texts
 MODEL_FOLDERS: Final = f"{PROTEIN.name}/, {DNA.name}/, head/"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
-from virnuc_core.encoders.checkpoint import shape_of
+from virnuc_core.encoders.checkpoint import shape_of, weight_facts
 from virnuc_core.encoders.digests import accept_older_digest, fingerprint
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
 from virnuc_core.encoders.model_config import HeadShape
@@ -333,8 +333,8 @@ def classify(
             remarks=_remarks(job, head),
             device_remark=_device_remark(job, pool),
         )
-        for remark in job.remarks:
-            log.warning("%s", remark)
+        for warning in _verdict_warnings(job):
+            log.warning("%s", warning)
         if summary is None or job.todo:
             # A summary marks a complete run, and this one is not complete now. The former summary
             # is what the summary is called while result files are written again.
@@ -351,6 +351,9 @@ def classify(
             summary = summary.model_copy(update=changes)
             write(run.summary, summary)
         run.former_summary.unlink(missing_ok=True)
+        if not summary.origins:
+            # An older version made the run. Its weights are these, so this tells what they are.
+            summary = summary.model_copy(update=_trust_facts(job))
         return summary
 
 
@@ -384,12 +387,31 @@ def _device_remark(job: Job, pool: Pool | None) -> str:
 
 
 def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
-    """Return warnings for the summary: reads unlike the training data, or mixed devices."""
+    """Return how the reads and encoders differ from those that the classifier was trained on.
+
+    Each sentence stands in the answer of the run, before its figures are used.
+    """
     digests = read_record(job.run).fingerprints
-    sentences = training_mismatches(head, np.asarray(job.store.read_length), digests)
+    return training_mismatches(head, np.asarray(job.store.read_length), digests)
+
+
+def _verdict_warnings(job: Job) -> tuple[str, ...]:
+    """Return warnings about the verdicts of a run: unlike reads, and mixed devices."""
     if job.spec.mixed_devices:
-        sentences = (*sentences, MIXED_DEVICES)
-    return sentences
+        return (*job.remarks, MIXED_DEVICES)
+    return job.remarks
+
+
+def _trust_facts(job: Job) -> dict[str, Any]:
+    """Return the fields of the summary from which `answer` tells whether to trust the verdicts."""
+    weights = weight_facts(job.spec.models)
+    return {
+        "n_short": job.store.counts.n_short,
+        "model_length": job.store.model_length,
+        "origins": weights.origins,
+        "has_card": weights.has_card,
+        "remarks": job.remarks,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -730,7 +752,8 @@ def _compute(
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
-        **asdict(store.counts),  # RunSummary ignores the counts that it has no field for
+        # RunSummary ignores the counts that it has no field for.
+        **asdict(store.counts) | _trust_facts(job),
         protein_tokens=count_protein_tokens(store),
         **verdicts,
         devices=job.devices,
@@ -798,7 +821,7 @@ def _run_warnings(job: Job, log_errors: Sequence[str]) -> tuple[str, ...]:
         job: The run.
         log_errors: Lines of the workers' logs that tell of errors.
     """
-    warnings = list(job.remarks)
+    warnings = list(_verdict_warnings(job))
     if not job.engine.commit:
         warnings.append(NO_CHECKPOINTS)
     if job.device_remark:

@@ -28,6 +28,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 import virnuc_core
 from virnuc_core import gpus
+from virnuc_core.answer import Answer, answer_of
 from virnuc_core.checked_files import Match, open_checked, read_checked_json, with_own_digest
 from virnuc_core.confidential import redact
 from virnuc_core.config import Share, refuse_unreadable
@@ -729,6 +730,13 @@ class RunCounts(RunFile):
     rows_repeated: Count | None = None
     log_errors: Count | None = None  # lines of the workers' logs that report errors
     warnings: tuple[str, ...] = ()
+    # What decides whether the verdicts can be trusted; see `answer`. Empty or None: not recorded.
+    n_short: Count | None = None  # reads shorter than half of the classifier's length
+    model_length: Count | None = None
+    origins: dict[str, str] = {}  # of the weights, by the folder of the model
+    has_card: bool | None = None  # of the classifier: its training has tested it
+    # How the reads differ from those that the classifier was trained on, a sentence each
+    remarks: tuple[str, ...] = ()
     # Attempts that ended or were killed. A complete run that is started again adds none.
     attempts: tuple[Attempt, ...] = ()
 
@@ -780,3 +788,9 @@ class RunSummary(RunCounts):
     files: dict[str, FileDigest] | None = None  # result files by name; None in older versions
     # run.json and the telemetry files, by path below the run directory; None in older versions
     measurements: dict[str, FileDigest] | None = None
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
+    @property
+    def answer(self) -> Answer:
+        """What the run answers, and what its reader must know before using the figures."""
+        return answer_of(self)

@@ -16,8 +16,8 @@ from virnuc.flows.output_folder import nearest_existing
 from virnuc_core import gpus
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.backends import triton_problem
-from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.encoders.verify import Check, Verdict
+from virnuc_core.encoders.checkpoint import check_models, weight_facts
+from virnuc_core.encoders.verify import Check, Verdict, check_trust
 from virnuc_core.engine.devices import find_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import atomic_file, run_lock
@@ -210,3 +210,5 @@ def check_weights(models: Path | None) -> Iterator[Check]:
         return
     check_models(models)
     yield Check("weights", "ok", f"{models}: {PROTEIN.name}, {DNA.name} and head are there and fit")
+    facts = weight_facts(models)
+    yield check_trust(facts)

@@ -11,11 +11,13 @@ from pydantic import create_model
 from pydantic_core import to_jsonable_python
 
 from virnuc.flows.cli import run_from_terminal as terminal
+from virnuc.flows.cli.answer_text import answer_lines
 from virnuc.flows.cli.options import OnTerminal, command
 from virnuc.flows.cli.output import say, show_table
 from virnuc.flows.page_in_ui import page_in_ui
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
+from virnuc_core.answer import Answer
 from virnuc_core.errors import printable
 
 # exit codes
@@ -80,12 +82,28 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
             say(spec.text(settings).read_text(encoding="utf-8"))
         if spec.tables:
             _show_tables(spec.tables, settings, outcome.value)
-        say(outcome.message)
+        say(*_closing_lines(outcome))
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         return code
 
     return run
+
+
+def _closing_lines(outcome: Outcome[Any]) -> list[str]:
+    """Return how a flow ended: the answer of a prediction, or the message of any other flow."""
+    answer = getattr(outcome.value, "answer", None)
+    if not isinstance(answer, Answer):
+        return [outcome.message]
+    lines = answer_lines(answer)
+    # What the message says beyond the answer, such as that nothing had to be computed.
+    beginning, _, note = outcome.message.partition(answer.message)
+    if beginning or note:
+        lines[0] = f"{beginning}{lines[0]}"
+        note = note.removeprefix("; ")
+    if note:
+        lines += ["", f"{note[:1].upper()}{note[1:]}."]
+    return [*lines, ""]
 
 
 def _show_tables(function: str, settings: Any, result: object) -> None:

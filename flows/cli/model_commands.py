@@ -8,6 +8,7 @@ from cyclopts.validators import Number
 
 from virnuc.flows.cli.options import ENVIRONMENT
 from virnuc.flows.cli.output import show_table
+from virnuc_core.answer import RANDOM_NOTE, weight_remarks
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import (
@@ -55,6 +56,7 @@ def init_random(
         write_random_models(out, protein_size, dna_size, model_length=head, seed=seed, dtype=dtype)
     sizes = f"{PROTEIN.title} {protein_size}, {DNA.title} {dna_size}"
     print(f"{out}: random weights, {sizes}, head for length {head}")
+    print(RANDOM_NOTE)
 
 
 @models.command
@@ -180,6 +182,16 @@ def heads(*, models: ModelsDir) -> None:
         "test",
     )
     show_table(header, rows)
+    _print_trust(models)
+
+
+def _print_trust(models_dir: Path) -> None:
+    """Print whether verdicts by the weights of a models directory mean anything."""
+    from virnuc_core.encoders.checkpoint import weight_facts
+
+    facts = weight_facts(models_dir)
+    for remark in weight_remarks(facts.origins, facts.has_card):
+        print(remark)
 
 
 @models.command(name="use-head")
@@ -191,3 +203,4 @@ def use_head(number: str, /, *, models: ModelsDir) -> None:
         raise ConfigError(f"{number!r} is no number of a head; see virnuc models heads")
     head = install_head(models, int(number))
     print(f"{models / 'head'} is now {head.name}")
+    _print_trust(models)

@@ -10,7 +10,10 @@ from cyclopts.types import NonNegativeFloat
 from cyclopts.validators import Number
 from pydantic import Field
 
+from virnuc.flows.cli.answer_text import answer_lines
 from virnuc.flows.cli.options import Flag, Json, Out, command
+from virnuc.flows.cli.output import say
+from virnuc_core.answer import answer_of
 from virnuc_core.config import VerdictSpec
 from virnuc_core.rundir import RunDir, run_lock
 
@@ -151,9 +154,8 @@ def rescore(settings: RescoreSettings) -> None:
     new_run = RunDir(settings.out)
     with run_lock(settings.out):
         summary = score_again(run, settings.head, new_run, settings)
-    fates = summary.results.fates  # the number of reads by fate, such as "viral"
-    print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral")
-    print(f"Results: {settings.out}")
+    say(*answer_lines(answer_of(summary)))
+    say("", f"Results: {settings.out}")
 
 
 def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Flag = False) -> None:

@@ -46,6 +46,7 @@ from virnuc.flows.cli.doctor_server import (
     check_worker_proxy,
 )
 from virnuc_core import gpus
+from virnuc_core.answer import RANDOM_NOTE
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import auto_remark
 from virnuc_core.gpus import Gpu, Occupancy
@@ -79,6 +80,7 @@ def test_a_sound_machine_is_said_to_be(
     assert {"file locks", "commits", "Prefect server", "weights"} <= set(details)
     (compute,) = [name for name in details if name.startswith("compute cpu-core-")]
     assert "equals the float32 reference" in details[compute]
+    assert [line for line in lines if line.startswith("warn  trust: ") and RANDOM_NOTE in line]
     assert last_line.startswith("This machine is sound: 0 failed")
 
 

@@ -19,6 +19,7 @@ from tests.columns import documented
 from virnuc.flows.prefect_flows.inbox import predict_inbox
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc.tasks.artifacts import host_key
+from virnuc_core.answer import RANDOM_NOTE, RANDOM_WEIGHTS
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.inbox import Ledger
 from virnuc_core.pipeline import read_summary
@@ -62,7 +63,12 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     }
     assert record.attempts[0].command
     assert record.attempts[0].directory == str(Path.cwd())
-    assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
+    assert state.message == summary.answer.message
+    assert state.message.startswith(f"{summary.fates['viral']:,} of 300 reads are viral; ")
+    assert state.message.endswith(RANDOM_WEIGHTS)
+    table = Artifact.get("reads-few")
+    assert table is not None
+    assert RANDOM_NOTE in str(table.description)
     assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(run_of(state))
@@ -121,7 +127,7 @@ def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(
         force=True,
         return_state=True,
     )
-    assert (state.message or "").endswith("of 50 reads are viral")
+    assert "of 50 reads are viral; " in (state.message or "")
 
 
 def test_each_file_of_an_inbox_is_predicted_once(
@@ -508,7 +514,7 @@ def test_reads_without_an_open_frame_give_files_with_headers_only(
     state = predict(
         reads=[str(stops)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True
     )
-    assert state.message == "0 of 2 reads are viral"
+    assert (state.message or "").startswith("0 of 2 reads are viral; ")
     assert len((tmp_path / "run" / "prediction_results.txt").read_text().splitlines()) == 1
 
 

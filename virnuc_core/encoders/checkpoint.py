@@ -25,6 +25,7 @@ from virnuc_core.encoders.registry import (
     DNA_ENCODER,
     ENCODERS,
     HEAD,
+    PART_SHAPES,
     PARTS,
     PROTEIN_ENCODER,
     EncoderInfo,
@@ -294,6 +295,32 @@ def check_models(models: Path, new_length: int | None = None) -> HeadShape:
     if new_length is not None:
         return HeadShape(model_length=new_length, dna_width=dna_width, protein_width=protein_width)
     return shape_of(models, HeadShape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """What a models directory says about its weights.
+
+    Attributes:
+        origins: Where the weights of each model come from, by its folder.
+        has_card: Whether the classifier has a card with the result of a test.
+    """
+
+    origins: dict[str, str]
+    has_card: bool
+
+
+def weight_facts(models: Path) -> WeightFacts:
+    """Return where the weights of a models directory come from, and whether they are tested.
+
+    Args:
+        models: Models directory.
+
+    Raises:
+        WeightsError: A model is missing, or does not fit the others.
+    """
+    origins = {part: shape_of(models, kind).origin for part, kind in PART_SHAPES.items()}
+    return WeightFacts(origins, has_card=shape_of(models, HeadShape).card is not None)
 
 
 def part_folder(models: Path, part: str) -> Path:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, refuse_unreadable
+from virnuc_core.encoder_names import RANDOM_ORIGIN
 from virnuc_core.encoders.checkpoint import (
     WEIGHTS,
     open_safetensors,
@@ -23,7 +24,6 @@ from virnuc_core.encoders.checkpoint import (
 )
 from virnuc_core.encoders.model_config import (
     CONFIG,
-    RANDOM_ORIGIN,
     DnaSize,
     EncoderShape,
     Esm2Shape,

@@ -20,7 +20,6 @@ DnabertSize = Literal["tiny", "base"]
 Storage = Literal["fp32", "fp16", "bf16"]  # format in which an encoder's weights are stored
 CONFIG: Final = "config.json"
 PRODUCTS: Final = ("qkv", "out", "up", "down")  # linear layers of an encoder's layer, in order
-RANDOM_ORIGIN: Final = "random"  # the origin of random weights begins with this word
 
 # Upper bounds of sizes: no model of this kind comes near them.
 MAX_LAYERS: Final = 1024

@@ -9,12 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from virnuc_core.answer import weight_remarks
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName
+from virnuc_core.encoder_names import DNA, PROTEIN, RANDOM_ORIGIN, EncoderName
 from virnuc_core.encoders.calibration import CALIBRATION, read_calibration
-from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
+from virnuc_core.encoders.checkpoint import (
+    WeightFacts,
+    check_finite,
+    load_models,
+    open_part,
+    shape_of,
+    weight_facts,
+)
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import embed_sequences
 from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES, EncoderInfo
 from virnuc_core.errors import WeightsError
@@ -105,6 +113,7 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
         checks.append(Check(part, "ok", f"{count:,} numbers, {origin}"))
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
+    checks.append(check_trust(weight_facts(models)))
     digests = fingerprint(models, recompute=True)
     for part, digest in digests.items():
         checks.append(Check(f"{part} sha256", "ok", digest))
@@ -134,6 +143,20 @@ def _check_calibration(models: Path, encoder: EncoderInfo, weights_digest: str) 
         remedy = "make it anew with virnuc models quantize"
         return Check(name, "fail", f"was made for other weights of {encoder.title}; {remedy}")
     return Check(name, "ok", f"{len(calibration.layers)} layers, made for these weights")
+
+
+def check_trust(weights: WeightFacts) -> Check:
+    """Return whether verdicts by these weights mean anything.
+
+    It is a warning if weights are random, or if no test of the classifier is recorded.
+
+    Args:
+        weights: What the models directory says about its weights.
+    """
+    remarks = weight_remarks(weights.origins, weights.has_card)
+    if remarks:
+        return Check("trust", "warn", " ".join(remarks))
+    return Check("trust", "ok", "the weights are not random, and the classifier has a card")
 
 
 def _why_not_comparable(models: Path) -> str:

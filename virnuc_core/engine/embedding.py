@@ -72,7 +72,8 @@ class Job:
     bytes_per_sequence: int  # bytes of the embeddings and scores of one distinct sequence
     # Reads with a score between these two get no verdict.
     uncertain: tuple[float, float] | None = None
-    remarks: tuple[str, ...] = ()  # lines for the summary about reads and classifier
+    # How the reads differ from those that the classifier was trained on, a sentence each
+    remarks: tuple[str, ...] = ()
     device_remark: str = ""  # why `auto` took a CPU core, for the summary; empty if it did not
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler

@@ -33,8 +33,8 @@ from virnuc_core.checked_files import (
     with_own_digest,
 )
 from virnuc_core.config import DEFAULT_THRESHOLD, RESULT_FIELDS, EngineSpec, Spec
-from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
+from virnuc_core.encoder_names import DNA, PROTEIN, RANDOM_ORIGIN
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, DamagedFileError, ShardError, UnsafeFileError

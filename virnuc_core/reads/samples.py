@@ -5,8 +5,8 @@ the names of files, or by the read groups of alignments.
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -66,6 +66,37 @@ def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) ->
         share=round(fates["viral"] / max(1, n_reads), 6),  # 0 if there are no reads
         flags=",".join(f"{name}={count}" for name, count in remarks.items() if count),
         note="" if n_reads else NO_READS_NOTE,
+    )
+
+
+def add_summaries(summaries: Sequence[RunSummary]) -> RunSummary:
+    """Return the sum of several predictions by the same models, for the answer over all of them.
+
+    Args:
+        summaries: The summaries of the samples. A remark that several have is kept once.
+    """
+    if not summaries:
+        return RunSummary(n_reads=0)
+    fates = Counter[str]()
+    pairs = Counter[str]()
+    remarks: dict[str, None] = {}  # each once, in order
+    for summary in summaries:
+        fates.update(summary.fates)
+        pairs.update(summary.pairs)
+        remarks |= dict.fromkeys(summary.remarks)
+    short_counts = [summary.n_short for summary in summaries]
+    known_short_counts = [count for count in short_counts if count is not None]
+    is_known = len(known_short_counts) == len(summaries)
+    first = summaries[0]
+    return RunSummary(
+        n_reads=fates.total(),
+        fates=dict(fates),
+        pairs=dict(pairs),
+        n_short=sum(known_short_counts) if is_known else None,
+        model_length=first.model_length,
+        origins=first.origins,
+        has_card=first.has_card,
+        remarks=tuple(remarks),
     )
 
 

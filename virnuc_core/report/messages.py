@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from virnuc_core.answer import RANDOM_WEIGHTS
 from virnuc_core.config import Switch
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.bottlenecks import TUNABLE_LOSSES, UNKNOWN_LOSS
@@ -51,6 +52,8 @@ def criteria_message(report: Report) -> str:
         parts.append(f"not judged here: {', '.join(unjudged_titles)}")
     if report.outcome == "not judged":
         parts.reverse()
+    if report.random_weights:
+        parts.append(RANDOM_WEIGHTS)
     return _in_one_line("; ".join(parts))
 
 

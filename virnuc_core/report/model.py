@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field
 
+from virnuc_core.answer import random_parts
 from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName, Molecule
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
@@ -460,6 +461,17 @@ class Report(Record):
             KeyError: The report has no such criterion.
         """
         return {criterion.id: criterion for criterion in self.criteria}[name]
+
+    @property
+    def random_weights(self) -> tuple[str, ...]:
+        """Return the titles of the models whose weights were random in a run of the validation.
+
+        Runs of older versions did not record where the weights come from.
+        """
+        titles: dict[str, None] = {}  # each once, in order
+        for run in self.runs:
+            titles |= dict.fromkeys(random_parts(run.origins) or ())
+        return tuple(titles)
 
     @property
     def baseline_title(self) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from virnuc_core.answer import weight_remarks
 from virnuc_core.encoder_names import DNA
 from virnuc_core.profiles import Profile
 from virnuc_core.report.model import BaselineMetrics, Report, RunMetrics
@@ -37,6 +38,9 @@ def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
     profile = report.profile
     run = report.run
     if run is not None:
+        # Runs of older versions did not record where the weights come from.
+        if run.origins:
+            sentences += weight_remarks(run.origins, run.has_card)
         sentences += _size_notes(run, profile)
     if _asks_no_performance(profile):
         scope = "it proves correctness and plumbing only"

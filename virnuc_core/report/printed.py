@@ -7,6 +7,7 @@ there, whatever was measured.
 from dataclasses import dataclass
 from typing import Final, get_args
 
+from virnuc_core.answer import RANDOM_WEIGHTS
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.profiles import Target
 from virnuc_core.report.model import (
@@ -47,11 +48,15 @@ def overall_verdict(report: Report) -> str:
     """Return the overall verdict as VirNucPro's report has it: `3 of 7 CRITERIA MET`.
 
     `ALL CRITERIA MET` stands there only if nothing else failed either. The numbers are those of the
-    flow's message: criteria and checks for which the profile has a target.
+    flow's message: criteria and checks for which the profile has a target. Random weights are named
+    behind it, because then the criteria say nothing about verdicts.
     """
+    text = f"{report.num_met} of {len(report.requested)} CRITERIA MET"
     if report.outcome == "passed":
-        return "ALL CRITERIA MET"
-    return f"{report.num_met} of {len(report.requested)} CRITERIA MET"
+        text = "ALL CRITERIA MET"
+    if report.random_weights:
+        text += f", {RANDOM_WEIGHTS}"
+    return text
 
 
 def further_failures(report: Report) -> str:

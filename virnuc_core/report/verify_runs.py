@@ -101,6 +101,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
     counts = {
         "shards": len(plan),
         "n_uniques": plan.bounds[-1],
+        "n_short": store.counts.n_short,
         "rows_set_aside": int(failed.sum()),
     }
     summary_name = f"{name}/{SUMMARY}"

@@ -11,7 +11,9 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
+from virnuc_core.answer import HEAD
 from virnuc_core.config import Share, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder
 from virnuc_core.encoders.classifier import Head
@@ -21,10 +23,20 @@ from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.errors import ConfigError
+from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import FileDigest, RunFile, RunRecord, digest, read_record, write
+from virnuc_core.runfiles import (
+    Count,
+    FileDigest,
+    RunFile,
+    RunRecord,
+    RunSummary,
+    digest,
+    read_record,
+    write,
+)
 from virnuc_core.system_errors import is_folder, path_exists
 
 RESCORE: Final = "rescore.json"
@@ -43,6 +55,28 @@ class RescoreSummary(RunFile):
     results: ResultSummary
     uncertain: tuple[Share, Share] | None = None  # scores for which no verdict was wanted
     files: dict[str, FileDigest] | None = None  # the result files by name; None in older versions
+    # What decides whether the verdicts can be trusted; see `answer`
+    n_short: Count | None = None  # reads shorter than half of the head's length
+    origins: dict[str, str] = Field(
+        default_factory=dict
+    )  # of the weights, by the folder of the model
+    has_card: bool | None = None  # of the head
+    remarks: tuple[str, ...] = ()  # how the reads differ from those of the head's training
+
+    @property
+    def n_reads(self) -> int:
+        """The number of reads."""
+        return sum(self.results.fates.values())
+
+    @property
+    def fates(self) -> dict[str, int]:
+        """The number of reads by fate."""
+        return self.results.fates
+
+    @property
+    def pairs(self) -> dict[str, int]:
+        """The number of pairs by fate; empty for single reads."""
+        return self.results.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +98,9 @@ class _Scoring:
     head_digest: str
     threshold: float
     uncertain: tuple[float, float] | None
+    head_origin: str
+    has_card: bool | None
+    remarks: tuple[str, ...]
 
 
 def rescore(
@@ -113,6 +150,10 @@ def rescore(
         uncertain=scoring.uncertain,
     )
     digests = {path.name: digest(path, out.root) for path in out.tables}
+    former = read_summary(run, set_aside=False) or RunSummary()
+    origins = former.origins
+    if origins:
+        origins = origins | {HEAD: scoring.head_origin}
     summary = RescoreSummary(
         run=str(run.root.resolve()),
         reads=finished_run.store.fingerprint,
@@ -121,6 +162,10 @@ def rescore(
         results=results,
         uncertain=scoring.uncertain,
         files={name: content for name, content in digests.items() if content is not None},
+        n_short=finished_run.store.counts.n_short,
+        origins=origins,
+        has_card=scoring.has_card,
+        remarks=scoring.remarks,
     )
     write(out.root / RESCORE, summary)
     return summary
@@ -167,12 +212,16 @@ def _keep_scores(finished: _FinishedRun, verdict_spec: VerdictSpec) -> _Scoring:
         raise ConfigError(
             "--fdr and --abstain need the head's calibration; give the head with --head"
         )
+    summary = read_summary(finished.run, set_aside=False) or RunSummary()
     return _Scoring(
         scores=scores,
         is_failed=is_failed,
         head_digest=finished.record.fingerprints["head"],
         threshold=verdict_spec.threshold,
         uncertain=None,
+        head_origin=summary.origins.get(HEAD, ""),
+        has_card=summary.has_card,
+        remarks=summary.remarks,
     )
 
 
@@ -191,8 +240,9 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
     _require_fitting_head(folder, shape, finished)
     threshold, uncertain = score_thresholds(shape, verdict_spec)
     read_lengths = np.asarray(finished.store.read_length)
-    for mismatch in training_mismatches(shape, read_lengths, finished.record.fingerprints):
-        log.warning("%s", mismatch)
+    remarks = training_mismatches(shape, read_lengths, finished.record.fingerprints)
+    for remark in remarks:
+        log.warning("%s", remark)
     head = Head(shape, read_tensor, torch.device("cpu"))
     scores, _ = shards.read_scores(finished.run)  # an array of the right shape, filled anew below
     for shard in range(len(finished.plan)):
@@ -205,6 +255,9 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
         head_digest=part_digest(folder),
         threshold=threshold,
         uncertain=uncertain,
+        head_origin=shape.origin,
+        has_card=shape.card is not None,
+        remarks=remarks,
     )
 
 

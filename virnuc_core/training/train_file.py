@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard
+from virnuc_core.encoder_names import DNA, PROTEIN, RANDOM_ORIGIN
+from virnuc_core.encoders.model_config import HeadCard
 from virnuc_core.runfiles import RunFile
 from virnuc_core.training.evaluation import Counts, Figures, Points
 

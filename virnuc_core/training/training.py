@@ -17,10 +17,11 @@ from threadpoolctl import threadpool_limits
 
 import virnuc_core
 from virnuc_core.config import TrainSpec
+from virnuc_core.encoder_names import RANDOM_ORIGIN
 from virnuc_core.encoders.checkpoint import WEIGHTS, shape_of
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.digests import fingerprint, part_digest
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard, HeadShape, read_shape
+from virnuc_core.encoders.model_config import HeadCard, HeadShape, read_shape
 from virnuc_core.encoders.model_files import write_part
 from virnuc_core.encoders.registry import ENCODER_PARTS, PART_SHAPES
 from virnuc_core.reads.simulate import LABELS

@@ -48,6 +48,8 @@ def test_sound_random_weights_pass_and_anchors_do_not_run(models: Path) -> None:
     assert [checks[part].verdict for part in ("esm2", "dnabert_s", "head")] == ["ok"] * 3
     assert checks["esm2"].detail.endswith("random, seed 7")
     assert (checks["anchors"].verdict, checks["anchors"].detail) == ("not run", "random weights")
+    assert checks["trust"].verdict == "warn"
+    assert "ESM-2, DNABERT-S and the classifier are random" in checks["trust"].detail
 
 
 def test_not_a_number_is_a_fail_that_names_the_tensor(copied: Path) -> None:
