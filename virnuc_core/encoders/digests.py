@@ -23,13 +23,14 @@ from virnuc_core.encoders.calibration import (
     read_calibration,
 )
 from virnuc_core.encoders.checkpoint import part_folder, weight_files
+from virnuc_core.encoders.composition import COMPOSITION
 from virnuc_core.encoders.model_config import CONFIG
 from virnuc_core.encoders.registry import ENCODERS, PARTS
 from virnuc_core.errors import VirnucError, WeightsError
 from virnuc_core.first_use import first_use
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import sha256_of
-from virnuc_core.system_errors import read_with_retries
+from virnuc_core.system_errors import path_exists, read_with_retries
 
 LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering on disk
 PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
@@ -108,6 +109,8 @@ def accept_older_digest(
 def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> str:
     """Return the SHA-256 of one model: of its sizes, its weights and further files.
 
+    The composition of a classifier's training data belongs to it, if it has one.
+
     Args:
         folder: Folder of the model.
         further_files: Other files that belong to the model, for instance a tokenizer.
@@ -117,7 +120,10 @@ def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> 
         WeightsError: A file cannot be read, or there are no weights.
     """
     lines = ""
-    for path in (folder / CONFIG, *weight_files(folder), *further_files):
+    paths = [folder / CONFIG, *weight_files(folder), *further_files]
+    if path_exists(folder / COMPOSITION):  # only classifiers that virnuc has trained have one
+        paths.append(folder / COMPOSITION)
+    for path in paths:
         with refuse_unreadable(path, "file", WeightsError):
             status = read_with_retries(path, path.stat)
         with _digest_lock:  # a second thread that needs this digest waits for it

@@ -31,6 +31,7 @@ from virnuc_core.runfiles import RunSummary, now, read, write
 from virnuc_core.training import evaluation
 from virnuc_core.training.card import make_card, write_head
 from virnuc_core.training.evaluation import Figures, ScoredRows, by_level
+from virnuc_core.training.familiarity import fit_composition, replace_composition
 from virnuc_core.training.features import Features, load_features
 from virnuc_core.training.fitting import (
     BATCH_ROWS,
@@ -200,6 +201,8 @@ def train_head(
     # Nothing of an earlier head may stand beside the new one.
     discard(run.root, TRAIN_FILE, TRAIN_PAGE)
     (run.root / HEAD_FOLDER / "README.md").unlink(missing_ok=True)
+    composition = fit_composition(store, features.rows, spec.seed)
+    replace_composition(composition, run.root / HEAD_FOLDER)
     write_head(fitted.network, shape, card, run.root / HEAD_FOLDER)
 
     n_lost = len(examples.rows) - len(features.rows)

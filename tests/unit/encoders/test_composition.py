@@ -1,0 +1,127 @@
+"""Use of codons: counted, compared with slow twins, and kept beside a classifier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import mahalanobis
+
+from virnuc_core.encoders.composition import (
+    COMPOSITION,
+    N_CODONS,
+    KindComposition,
+    TrainingComposition,
+    codon_features,
+    count_codons,
+    distances_by_group,
+    judge_sample,
+    nearest_distances,
+    read_composition,
+    write_composition,
+)
+from virnuc_core.errors import WeightsError
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+
+CODONS = ["".join(codon) for codon in product("ACGT", repeat=3)]
+
+
+@pytest.fixture(scope="module")
+def composition() -> TrainingComposition:
+    """A composition with one kind, whose limits are round numbers."""
+    mean = (0.125,) * N_CODONS
+    rows = tuple(tuple(row) for row in np.eye(N_CODONS).tolist())
+    return TrainingComposition(
+        kinds={"virus": KindComposition(genomes=3, reads=90, false_alarms=0.05, mean=mean)},
+        whitening=rows,
+        expected_distance=(1.0, 0.0),
+        codons=(40, 60),
+        far_from=0.5,
+        usual_share=0.1,
+        largest_share=0.2,
+        genomes_held_out=3,
+    )
+
+
+def test_codons_are_counted_in_the_frame(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    letters = np.array(list("ACGTN"))
+    texts = [
+        "".join(rng.choice(letters, size=size, p=(0.3, 0.3, 0.2, 0.19, 0.01)))
+        for size in (7, 61, 150, 302)
+    ]
+    path = tmp_path / "reads.fasta"
+    path.write_text("".join(f">{i}\n{text}\n" for i, text in enumerate(texts)))
+    stage(StageSpec(reads=(str(path),), model_length=100), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert store.n_uniques > 10
+    counts = count_codons(store, 2, store.n_uniques)
+    for row, dna in zip(counts, store.dna(2, store.n_uniques), strict=True):
+        text = dna.decode()
+        expected = Counter(text[place : place + 3] for place in range(0, len(text) - 2, 3))
+        assert row.tolist() == [expected[codon] for codon in CODONS]
+
+
+def test_no_sequences_have_no_codons(tmp_path: Path) -> None:
+    path = tmp_path / "reads.fasta"
+    path.write_text(">r\nTAATTAATTAA\n")
+    stage(StageSpec(reads=(str(path),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert count_codons(store, 0, 0).shape == (0, N_CODONS)
+
+
+def test_distances_are_those_of_scipy() -> None:
+    rng = np.random.default_rng(1)
+    features = codon_features(rng.integers(0, 5, size=(6, N_CODONS)).astype(float))
+    means = codon_features(rng.integers(1, 5, size=(3, N_CODONS)).astype(float))
+    factor = rng.normal(size=(N_CODONS, 2 * N_CODONS))
+    inverse = np.linalg.inv(factor @ factor.T)
+    got = nearest_distances(features, means, np.linalg.cholesky(inverse))
+    for row, distance in zip(features, got, strict=True):
+        expected = min(mahalanobis(row, mean, inverse) ** 2 for mean in means)
+        assert distance == pytest.approx(expected)
+
+
+def test_a_read_has_the_mean_of_its_nearest_frames() -> None:
+    distances = np.array([3.0, 1.0, 5.0, np.nan, np.nan, 7.0])
+    chunks = np.array([0, 0, 1, 0, 0, 0])
+    reads = np.array([4, 4, 4, 6, 6, 9])
+    expected = [(1.0 + 5.0) / 2, np.nan, 7.0]
+    np.testing.assert_array_equal(distances_by_group(distances, chunks, reads), expected)
+
+
+@pytest.mark.parametrize(
+    ("n_reads", "n_far", "verdict"),
+    [
+        (1000, 100, "familiar"),
+        (1000, 101, "partly unfamiliar"),
+        (1000, 200, "partly unfamiliar"),
+        (1000, 201, "unfamiliar"),
+        (49, 49, "too few reads"),
+        (0, 0, "too few reads"),
+    ],
+)
+def test_a_sample_is_judged_by_its_share(
+    n_reads: int, n_far: int, verdict: str, composition: TrainingComposition
+) -> None:
+    assert judge_sample(composition, n_reads, n_far).verdict == verdict
+
+
+def test_it_is_read_as_it_was_written(composition: TrainingComposition, tmp_path: Path) -> None:
+    write_composition(composition, tmp_path)
+    assert read_composition(tmp_path) == composition
+
+
+def test_an_older_head_has_none(tmp_path: Path) -> None:
+    assert read_composition(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"kinds": {}}', b"\xff\xfe", b"[]"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / COMPOSITION).write_bytes(content)
+    with pytest.raises(WeightsError, match=COMPOSITION):
+        read_composition(tmp_path)

@@ -1,0 +1,294 @@
+"""Tell how much reads are like those that a classifier was trained on, by their use of codons.
+
+A classifier gives every sequence a score, also one of a kind that its training did not contain. So
+the training stores which codons the reading frames of each kind of genome used, and how much they
+varied. A run compares its own frames with that.
+
+The distance of a frame is its squared Mahalanobis distance to the nearest kind (Lee et al. 2018, A
+simple unified framework for detecting out-of-distribution samples, NeurIPS 31), over the square
+roots of its 64 shares of codons. The distance of a chunk is that of its nearest frame, and the
+distance of a read is the mean over its chunks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from virnuc_core.config import Spec, refuse_unreadable
+from virnuc_core.errors import WeightsError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import write_text_atomically
+from virnuc_core.system_errors import path_exists, read_with_retries
+
+COMPOSITION: Final = "composition.json"  # in the folder of a classifier
+N_CODONS: Final = 64
+MIN_READS: Final = 50  # below, nothing is said about a sample
+# Frames up to this factor shorter or longer than all those of the training are compared.
+MAX_CODONS_FACTOR: Final = 1.25
+BLOCK_UNIQUES: Final = 1 << 14  # distinct sequences that are compared together
+BLOCK_ROWS: Final = 1 << 18  # rows whose reads are judged together
+
+Verdict = Literal["familiar", "partly unfamiliar", "unfamiliar", "too few reads"]
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Numbers = Annotated[tuple[float, ...], Field(min_length=N_CODONS, max_length=N_CODONS)]
+
+_UNKNOWN_CODE: Final = 64  # so large that a codon with an unknown base is never below 64
+_CODE_OF_LETTER: Final = np.full(256, _UNKNOWN_CODE, np.int64)
+_CODE_OF_LETTER[np.frombuffer(b"ACGT", np.uint8)] = range(4)
+
+
+class KindComposition(Spec):
+    """One kind of genome in a training, such as `phage`."""
+
+    genomes: int  # clusters of genomes that its reads are from
+    reads: int
+    # Share of its own reads that are far, although their genomes were held out; None if it has a
+    # single cluster of genomes, so that none can be held out.
+    false_alarms: float | None
+    mean: Numbers  # of the square roots of the shares of codons, in the order AAA, AAC, …
+
+
+class TrainingComposition(Spec):
+    """`composition.json`: the use of codons in the training of a classifier."""
+
+    schema_version: int = 1
+    kinds: dict[str, KindComposition]
+    whitening: Annotated[tuple[Numbers, ...], Field(min_length=N_CODONS, max_length=N_CODONS)]
+    # The mean distance of a frame with n codons is the first number plus the second one ÷ n.
+    expected_distance: tuple[float, float]
+    codons: tuple[int, int]  # of the shortest and the longest frame of the training
+    far_from: float  # a read with this distance ÷ the expected one, or more, is far
+    # Shares of far reads among those of one genome, measured on genomes that were held out: the
+    # share that 95 % of these genomes do not exceed, and the largest one.
+    usual_share: float
+    largest_share: float
+    genomes_held_out: int
+
+    @model_validator(mode="after")
+    def _has_kinds(self) -> "TrainingComposition":
+        """Refuse a file without any kind of genome, to which no distance can be measured."""
+        if not self.kinds:
+            raise ValueError("kinds: at least one is needed")
+        return self
+
+    def distances(self, codons: Floats) -> Floats:
+        """Return how far frames are from the nearest kind, as a multiple of the expected distance.
+
+        Args:
+            codons: How often each frame has each codon, [frames, 64].
+
+        Returns:
+            Distances, [frames]; NaN for frames much shorter or longer than all of the training.
+        """
+        n_codons = codons.sum(axis=1)
+        shortest, longest = self.codons
+        is_comparable = (n_codons * MAX_CODONS_FACTOR >= shortest) & (
+            n_codons <= longest * MAX_CODONS_FACTOR
+        )
+        result = np.full(len(codons), np.nan)
+        whitening = np.array(self.whitening)
+        means = np.array([kind.mean for kind in self.kinds.values()])
+        features = codon_features(codons[is_comparable])
+        base, per_codon = self.expected_distance
+        expected = base + per_codon / n_codons[is_comparable]
+        result[is_comparable] = nearest_distances(features, means, whitening) / expected
+        return result
+
+
+class SampleFamiliarity(Spec):
+    """How much the reads of a sample are like those of the classifier's training."""
+
+    verdict: Verdict
+    reads: int  # that could be compared: they have an open frame of a usual length
+    far: int  # of these
+    # What reads of one genome of a known kind show at most, in 95 of 100 genomes and in all.
+    usual_share: float
+    largest_share: float
+
+    @property
+    def share(self) -> float:
+        """Return the share of far reads among those that could be compared."""
+        return self.far / max(1, self.reads)
+
+
+class ComparedReads(NamedTuple):
+    """The reads of a run, compared with the training."""
+
+    is_far: NDArray[np.bool_]  # [reads]
+    sample: SampleFamiliarity
+
+
+def write_composition(composition: TrainingComposition, head: Path) -> None:
+    """Write the composition of the training data to the folder of a classifier."""
+    write_text_atomically(head / COMPOSITION, composition.model_dump_json(indent=1) + "\n")
+
+
+def read_composition(head: Path) -> TrainingComposition | None:
+    """Read the composition of a classifier's training data, or return None if it has none.
+
+    Args:
+        head: Folder of the classifier. Those of other programs and of older versions have no such
+            file.
+
+    Raises:
+        WeightsError: The file is damaged or cannot be read.
+    """
+    path = head / COMPOSITION
+    if not path_exists(path):
+        return None
+    with refuse_unreadable(path, "composition of the training data", WeightsError):
+        text = read_with_retries(path, path.read_text)
+        return TrainingComposition.model_validate_json(text)
+
+
+def codon_features(codons: Floats) -> Floats:
+    """Return the square roots of the shares of each codon, whose noise does not depend on them.
+
+    Args:
+        codons: How often each frame has each codon, [frames, 64].
+    """
+    n_codons = np.maximum(1, codons.sum(axis=1, keepdims=True))
+    features: Floats = np.sqrt(codons / n_codons)
+    return features
+
+
+def nearest_distances(features: Floats, means: Floats, whitening: Floats) -> Floats:
+    """Return the squared Mahalanobis distance of each frame to the nearest mean, [frames].
+
+    Args:
+        features: What `codon_features` returns, [frames, 64].
+        means: The mean of each kind, [kinds, 64].
+        whitening: A matrix, [64, 64]; its product with its own transpose is the inverse covariance.
+    """
+    whitened = features @ whitening
+    nearest = np.full(len(features), np.inf)
+    for mean in means @ whitening:
+        squares = (whitened - mean) ** 2
+        np.minimum(nearest, squares.sum(axis=1), out=nearest)
+    return nearest
+
+
+def count_codons(store: OrfStore, low: int, high: int) -> Floats:
+    """Count the codons of distinct sequences of a store. Codons with other letters do not count.
+
+    Args:
+        store: The staged reads.
+        low: The first sequence.
+        high: One past the last sequence.
+
+    Returns:
+        How often each sequence has each codon, in the order AAA, AAC, …, [high - low, 64].
+    """
+    offsets = np.asarray(store.dna_offsets[low : high + 1], np.int64)
+    letters = np.asarray(store.dna_bytes[offsets[0] : offsets[-1]])
+    starts = offsets[:-1] - offsets[0]
+    n_codons = np.diff(offsets) // 3
+    sequence_of_codon = np.repeat(np.arange(high - low), n_codons)
+    first_codon = np.cumsum(n_codons) - n_codons  # of each sequence
+    number_in_sequence = np.arange(len(sequence_of_codon)) - first_codon[sequence_of_codon]
+    bases = starts[sequence_of_codon] + 3 * number_in_sequence
+    codes = _CODE_OF_LETTER[letters]
+    codons = 16 * codes[bases] + 4 * codes[bases + 1] + codes[bases + 2]
+    is_known = codons < N_CODONS
+    cells = N_CODONS * sequence_of_codon[is_known] + codons[is_known]
+    counts = np.bincount(cells, minlength=N_CODONS * (high - low))
+    return counts.reshape(-1, N_CODONS).astype(np.float64)
+
+
+def distances_by_group(distances: Floats, chunks: Indices, reads: Indices) -> Floats:
+    """Return the distance of each read from those of its frames.
+
+    Args:
+        distances: Distances of the frames, those of a chunk together; NaN if unknown, [frames].
+        chunks: Number of the chunk within the read, [frames].
+        reads: Number of the read, ascending, [frames].
+
+    Returns:
+        The mean over its chunks of the smallest distance of their frames, for each read that
+        `reads` names, in order; NaN if no frame of it has a distance.
+    """
+    if len(distances) == 0:
+        return np.empty(0)
+    is_first = np.ones(len(reads), bool)
+    is_first[1:] = (np.diff(reads) != 0) | (np.diff(chunks) != 0)
+    first_frames = np.flatnonzero(is_first)
+    chunk_distances = np.fmin.reduceat(distances, first_frames)  # ignores NaN
+    _, read_of_chunk = np.unique(reads[first_frames], return_inverse=True)
+    is_known = ~np.isnan(chunk_distances)
+    n_reads = int(read_of_chunk[-1]) + 1
+    n_chunks = np.bincount(read_of_chunk[is_known], minlength=n_reads)
+    sums = np.bincount(read_of_chunk[is_known], chunk_distances[is_known], minlength=n_reads)
+    means = np.full(n_reads, np.nan)
+    np.divide(sums, n_chunks, out=means, where=n_chunks > 0)
+    return means
+
+
+def compare_reads(store: OrfStore, composition: TrainingComposition) -> ComparedReads:
+    """Compare the reads of a store with the training data of a classifier.
+
+    Beside the store, which is mapped, this needs four bytes for each distinct sequence, and one for
+    each read.
+
+    Args:
+        store: The staged reads.
+        composition: The composition of the training data.
+    """
+    distances = np.empty(store.n_uniques, np.float32)
+    for low in range(0, store.n_uniques, BLOCK_UNIQUES):
+        high = min(low + BLOCK_UNIQUES, store.n_uniques)
+        distances[low:high] = composition.distances(count_codons(store, low, high))
+    is_far = np.zeros(store.n_reads, bool)
+    n_compared = 0
+    for rows in _row_blocks(store):
+        reads = np.asarray(store.row_read[rows], np.int64)
+        chunks = np.asarray(store.row_chunk[rows], np.int64)
+        frame_distances = distances[store.row_unique[rows]].astype(np.float64)
+        read_distances = distances_by_group(frame_distances, chunks, reads)
+        n_compared += int((~np.isnan(read_distances)).sum())
+        is_far[np.unique(reads)] = read_distances >= composition.far_from  # NaN is not far
+    return ComparedReads(is_far, judge_sample(composition, n_compared, int(is_far.sum())))
+
+
+def _row_blocks(store: OrfStore) -> Iterator[slice]:
+    """Yield consecutive ranges of rows. All rows of a read are in one range."""
+    row = 0
+    while row < store.n_rows:
+        last_row = min(row + BLOCK_ROWS, store.n_rows) - 1
+        end = int(np.searchsorted(store.row_read, store.row_read[last_row], side="right"))
+        yield slice(row, end)
+        row = end
+
+
+def judge_sample(composition: TrainingComposition, n_reads: int, n_far: int) -> SampleFamiliarity:
+    """Say whether a sample has more far reads than a genome of a known kind.
+
+    Args:
+        composition: The composition of the training data.
+        n_reads: Reads of the sample that could be compared.
+        n_far: Those of them that are far.
+    """
+    share = n_far / max(1, n_reads)
+    verdict: Verdict = "familiar"
+    if n_reads < MIN_READS:
+        verdict = "too few reads"
+    elif share > composition.largest_share:
+        verdict = "unfamiliar"
+    elif share > composition.usual_share:
+        verdict = "partly unfamiliar"
+    return SampleFamiliarity(
+        verdict=verdict,
+        reads=n_reads,
+        far=n_far,
+        usual_share=composition.usual_share,
+        largest_share=composition.largest_share,
+    )
+
+
+def composition_rows(values: NDArray[Any]) -> tuple[tuple[float, ...], ...]:
+    """Return the rows of a matrix as numbers of seven digits, which keep a file small."""
+    return tuple(tuple(float(f"{value:.7g}") for value in row) for row in values.tolist())
