@@ -57,6 +57,9 @@ class _WorkResult(NamedTuple, Generic[Output]):
     # A read has no id and gets its number in the input as its name, but the number is not known to
     # the worker. The piece must be parsed again with this number.
     needs_read_number: bool = False
+    # Why the whole file is refused. It is raised when the turn of this piece comes, because an
+    # earlier piece may have an error, too.
+    refusal: InputError | None = None
     parse_s: float = 0.0  # seconds spent on parsing
 
 
@@ -194,6 +197,8 @@ def _work_until_irregular(
         if result.needs_read_number:
             # All earlier reads are counted now, so the number for the read without id is known.
             result = _work_on(work, item, log.n_records)
+        if result.refusal is not None:
+            raise result.refusal
         if isinstance(item, ReadBatch):  # the slow parser has counted its reads
             value = result.value
         else:
@@ -290,7 +295,10 @@ def _work_on(
     if has_empty_id and n_earlier_records is None:
         return _WorkResult(None, needs_read_number=True)
     named_batch = replace(cut_batch, ids=ids.fill_empty_ids(n_earlier_records or 0))
-    batch, illegal = named_batch.drop_illegal(item.name)
+    try:
+        batch, illegal = named_batch.drop_illegal(item.name)
+    except InputError as error:
+        return _WorkResult(None, refusal=error)
     parse_s = time.perf_counter() - start_s
     value = work(batch) if len(batch) > 0 else None
     return _WorkResult(value, len(batch), tuple(illegal), n_bytes_left, parse_s=parse_s)
