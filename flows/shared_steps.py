@@ -31,7 +31,11 @@ def with_made_reads(settings: MeasuredSettings) -> MeasuredSettings:
     run = RunDir(settings.out)
     if settings.simulate is not None:
         made = simulate_reads(
-            run, settings.simulate, seed=settings.reads_seed, force=settings.force
+            run,
+            settings.simulate,
+            seed=settings.reads_seed,
+            pairs=settings.simulate_pairs,
+            force=settings.force,
         ).result()
     elif settings.subset is not None:
         source = ReadsSpec(**settings.model_dump(include={*ReadsSpec.model_fields}))

@@ -35,7 +35,7 @@ def draw_subset(
 
 @retrying_task("simulate", "simulate {n_reads} reads")
 def simulate_reads(
-    run: RunDir, n_reads: str, *, seed: int, force: bool = False
+    run: RunDir, n_reads: str, *, seed: int, pairs: bool = False, force: bool = False
 ) -> Outcome[DrawnReads]:
     """Make labelled synthetic reads.
 
@@ -43,6 +43,7 @@ def simulate_reads(
         run: The output directory of the flow.
         n_reads: How many, or the name of a size such as `small`.
         seed: Equal seeds give equal reads.
+        pairs: Make pairs of mates.
         force: Make them again even if they are there.
 
     Returns:
@@ -51,5 +52,6 @@ def simulate_reads(
     Raises:
         ConfigError: There is no such size.
     """
-    reads = drawn.simulate_reads(run, n_reads, seed, force=force and first_attempt())
+    force = force and first_attempt()
+    reads = drawn.simulate_reads(run, n_reads, seed, pairs=pairs, force=force)
     return completed(reads, reads.description, reused=reads.reused)

@@ -16,7 +16,9 @@ from virnuc_core.reads.simulate import simulate as write_simulated
 class SimulateSettings(SimulateSpec):
     """Where simulated reads go."""
 
-    out: Path = Field(description="reads: .fastq or .fasta, with .gz or without")
+    out: Path = Field(
+        description="reads: .fastq or .fasta, with .gz or without; of pairs OUT_R1 and OUT_R2"
+    )
     force: Flag = Field(False, description="write over files that are there")
 
 
@@ -25,8 +27,9 @@ def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
     simulation = write_simulated(settings, settings.out, force=settings.force)
     genomes = settings.viral_genomes + settings.other_genomes
+    files = ", ".join(simulation.reads.all_inputs)
     print(
-        f"{simulation.reads_file}: {settings.reads:,} reads, "
+        f"{files}: {simulation.n_reads:,} reads, "
         f"{simulation.viral_reads:,} viral, of {genomes} genomes"
     )
     print(f"{simulation.truth_file}: what each read is")

@@ -65,6 +65,7 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
         f"a number, or {', '.join(SIMULATED_SIZES)}",
         pattern=rf"^([1-9]\d{{0,9}}|{'|'.join(SIMULATED_SIZES)})$",
     )
+    simulate_pairs: bool = Field(False, description="make --simulate pairs of mates, in two files")
     reads_seed: int = Field(0, ge=0, description="of --subset and --simulate: equal seeds, reads")
 
     @model_validator(mode="after")
@@ -72,6 +73,8 @@ class MeasureSettings(ClusterSpec, LiveSettings, RunSettings):
         """Refuse settings that say two things of where the reads come from."""
         if self.simulate is not None and (self.subset is not None or self.all_inputs):
             raise ConfigError("simulate: synthetic reads take the place of all reads; give none")
+        if self.simulate_pairs and self.simulate is None:
+            raise ConfigError("simulate_pairs: goes with --simulate, which says how many reads")
         return self
 
     def inputs(self) -> tuple[str, ...]:

@@ -140,30 +140,35 @@ def _describe_source(source: ReadsSpec) -> dict[str, str]:
     return description
 
 
-def simulate_reads(run: RunDir, n_reads: str, seed: int, *, force: bool) -> DrawnReads:
+def simulate_reads(
+    run: RunDir, n_reads: str, seed: int, *, pairs: bool = False, force: bool
+) -> DrawnReads:
     """Make labelled synthetic reads, with the table of what each is beside them.
 
     Args:
         run: The output directory, which this process holds.
         n_reads: How many, or the name of a size such as `small`.
         seed: Equal seeds give equal reads.
+        pairs: Make pairs of mates, in two files.
         force: Make them again, even if they are there.
 
     Raises:
         ConfigError: There is no such size.
     """
-    spec = SimulateSpec.model_validate({"reads": n_reads, "seed": seed})
+    spec = SimulateSpec.model_validate({"reads": n_reads, "seed": seed, "pairs": pairs})
     path = run.root / DRAWN_FOLDER / f"simulated-{spec.reads}.fastq.gz"
 
     def make() -> _MadeReads:
-        """Write the reads, and return their file with a line about them."""
+        """Write the reads, and return their files with a line about them."""
         summary = simulate(spec, path, force=True)
         return _MadeReads(
-            ReadsSpec(reads=(str(path),)),
-            f"{spec.reads:,} synthetic reads, {summary.viral_reads:,} viral",
+            summary.reads,
+            f"{summary.n_reads:,} synthetic reads, {summary.viral_reads:,} viral",
         )
 
     request = {"simulate": str(spec.reads), "seed": str(seed)}
+    if pairs:
+        request["pairs"] = "two files"
     return _make_once(run, path, request, make, force=force)
 
 

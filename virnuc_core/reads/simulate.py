@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, NamedTuple, Self, TextIO
+from typing import Annotated, BinaryIO, Final, NamedTuple, Self
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -19,10 +19,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
-from virnuc_core.config import SIMULATED_SIZES, Share, Spec
+from virnuc_core.config import SIMULATED_SIZES, ReadsSpec, Share, Spec
 from virnuc_core.errors import ConfigError
+from virnuc_core.reads.file_names import add_word
 from virnuc_core.reads.sources import create_reads_file
-from virnuc_core.rundir import atomic_file, require_absent
+from virnuc_core.rundir import MATE_SUFFIXES, atomic_file, require_absent
 
 LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
@@ -32,6 +33,7 @@ _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)  # by code
 _N_CODE: Final = 4
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _MEAN_GC: Final = (0.58, 0.38)  # of genomes: others, virus
+_FRAGMENT_SPREAD: Final = 0.15  # standard deviation of the lengths of fragments, of their mean
 _CODING_SHARE: Final = (0.35, 0.95)  # of the genome: others, virus
 
 
@@ -49,6 +51,16 @@ class SimulateSpec(Spec):
     error_rate: Share = Field(0.002, description="substituted bases")
     n_rate: Share = Field(0.0001, description="bases read as N")
     duplicate_share: Share = Field(0.02, description="reads that are exact copies of another")
+    pairs: bool = Field(
+        False,
+        description="make pairs of mates, in OUT_R1 and OUT_R2; each mate counts as a read",
+    )
+    fragment_length: int = Field(
+        350,
+        ge=1,
+        le=100_000,
+        description="of pairs: mean bases of a fragment, whose two ends are read",
+    )
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -61,14 +73,37 @@ class SimulateSpec(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pairs_fit(self) -> Self:
+        """Refuse fragments that are shorter than a read or longer than the shortest genome."""
+        if not self.pairs:
+            return self
+        if self.reads == 1:
+            raise ConfigError("reads: 1 is half a pair; ask for 2 or more")
+        if not self.read_length <= self.fragment_length <= self.genome_length // 2:
+            raise ConfigError(
+                f"fragment_length: {self.fragment_length} is not between the read_length, "
+                f"{self.read_length}, and half of the genome_length, {self.genome_length // 2}"
+            )
+        return self
+
 
 class SimulateSummary(NamedTuple):
     """The files that were written."""
 
     viral_reads: int
-    reads_file: Path
+    reads_file: Path  # of pairs, the first mates
     truth_file: Path
     genomes_file: Path
+    n_reads: int
+    mates_file: Path | None = None  # of pairs, the second mates
+
+    @property
+    def reads(self) -> ReadsSpec:
+        """Return the reads as an input."""
+        if self.mates_file is None:
+            return ReadsSpec(reads=(str(self.reads_file),))
+        return ReadsSpec(mates_1=(str(self.reads_file),), mates_2=(str(self.mates_file),))
 
 
 class _Genomes(NamedTuple):
@@ -104,13 +139,14 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
     """Write simulated reads, their truth and their genomes; equal settings give equal bytes.
 
     Args:
-        spec: The reads to make.
+        spec: The reads to make. Of an odd number of mates, one is left out.
         out: The file for the reads: .fastq or .fasta, either with .gz. `<name>.truth.tsv` and
-            `<name>.genomes.fasta.gz` are written beside it.
+            `<name>.genomes.fasta.gz` are written beside it. Pairs are written to `<name>_R1` and
+            `<name>_R2`, with ids that end in `/1` and `/2`.
         force: Replace files that exist.
 
     Returns:
-        The paths of the three files, and the number of viral reads.
+        The paths of the files, and the numbers of reads and of viral reads.
 
     Raises:
         ConfigError: `out` has another suffix, or a file exists and `force` is false.
@@ -122,29 +158,49 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
     is_fastq = match[1] in ("fastq", "fq")
     truth_file = out.with_name(f"{stem}.truth.tsv")
     genomes_file = out.with_name(f"{stem}.genomes.fasta.gz")
-    require_absent(out, truth_file, genomes_file, force=force)
+    if spec.pairs:
+        reads_files = [add_word(out, suffix) for suffix in MATE_SUFFIXES[:2]]
+        id_ends: tuple[str, ...] = ("/1", "/2")
+    else:
+        reads_files = [out]
+        id_ends = ("",)
+    require_absent(*reads_files, truth_file, genomes_file, force=force)
+    n_fragments = spec.reads // len(reads_files)
     rng = np.random.default_rng(spec.seed)
     genomes = _make_genomes(spec, rng)
     viral_reads = 0
     with ExitStack() as stack:
-        reads_out = stack.enter_context(create_reads_file(out))
+        reads_out = [stack.enter_context(create_reads_file(path)) for path in reads_files]
         genomes_out = stack.enter_context(create_reads_file(genomes_file))
         truth_path = stack.enter_context(atomic_file(truth_file))
         truth_out = stack.enter_context(truth_path.open("w", encoding="utf-8"))
         for record in genomes.fasta_records():
             genomes_out.write(record)
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
-        for n_written in range(0, spec.reads, _BATCH):
-            n = min(_BATCH, spec.reads - n_written)
+        for n_written in range(0, n_fragments, _BATCH):
+            n = min(_BATCH, n_fragments - n_written)
             # An earlier version drew random lengths here. Drawing the same amount of random
             # numbers keeps the reads of each seed unchanged.
             rng.random(n)
-            reads = _make_reads(spec, genomes, n, rng)
-            ids = [f"sim_{number:07d}" for number in range(n_written + 1, n_written + n + 1)]
-            _write_reads(reads_out, ids, reads, is_fastq=is_fastq)
-            _write_truth(truth_out, ids, reads, genomes)
-            viral_reads += int(genomes.kinds[reads.genome].sum())
-    return SimulateSummary(viral_reads, out, truth_file, genomes_file)
+            mates: tuple[_Reads, ...]
+            if spec.pairs:
+                mates = _make_pairs(spec, genomes, n, rng)
+            else:
+                mates = (_make_reads(spec, genomes, n, rng),)
+            numbers = range(n_written + 1, n_written + n + 1)
+            lines_of_mates: list[list[str]] = []
+            for file, reads, end in zip(reads_out, mates, id_ends, strict=True):
+                ids = [f"sim_{number:07d}{end}" for number in numbers]
+                _write_reads(file, ids, reads, is_fastq=is_fastq)
+                lines_of_mates.append(_truth_lines(ids, reads, genomes))
+                viral_reads += int(genomes.kinds[reads.genome].sum())
+            for lines in zip(*lines_of_mates, strict=True):  # both mates of a pair
+                truth_out.writelines(lines)
+    mates_file = reads_files[1] if spec.pairs else None
+    n_reads = n_fragments * len(reads_files)
+    return SimulateSummary(
+        viral_reads, reads_files[0], truth_file, genomes_file, n_reads, mates_file
+    )
 
 
 def _write_reads(file: BinaryIO, ids: list[str], reads: _Reads, *, is_fastq: bool) -> None:
@@ -158,8 +214,9 @@ def _write_reads(file: BinaryIO, ids: list[str], reads: _Reads, *, is_fastq: boo
     file.write(b"".join(records))
 
 
-def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes) -> None:
-    """Write one line per read: label, genome, position, strand, and the read that it copies."""
+def _truth_lines(ids: list[str], reads: _Reads, genomes: _Genomes) -> list[str]:
+    """Return a line per read: label, genome, position, strand, and the read that it copies."""
+    lines: list[str] = []
     for read_id, genome, start, is_reverse, source in zip(
         ids,
         reads.genome.tolist(),
@@ -172,7 +229,8 @@ def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes)
         strand = "-" if is_reverse else "+"
         copy_of = ids[source] if ids[source] != read_id else ""
         cells = (read_id, label, genomes.names[genome], str(start), strand, copy_of)
-        file.write("\t".join(cells) + "\n")
+        lines.append("\t".join(cells) + "\n")
+    return lines
 
 
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
@@ -260,6 +318,39 @@ def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Ge
         is_reverse=is_reverse[source],
         source=source,
     )
+
+
+def _make_pairs(
+    spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
+) -> tuple[_Reads, _Reads]:
+    """Return `n` first mates and their second mates: the two ends of fragments of the genomes.
+
+    The first mate begins at one end of its fragment, the second one at the other end, on the
+    opposite strand. Some pairs are exact copies of another pair of the same batch.
+    """
+    genome = _draw_genomes(spec, genomes, n, rng)
+    lengths = rng.normal(spec.fragment_length, _FRAGMENT_SPREAD * spec.fragment_length, n)
+    lengths = np.clip(lengths.astype(np.int64), spec.read_length, genomes.lengths[genome])
+    n_starts = genomes.lengths[genome] - lengths + 1
+    left_end = (rng.random(n) * n_starts).astype(np.int64)
+    right_end = left_end + lengths - spec.read_length  # the first base of a read at this end
+    is_fragment_reverse = rng.random(n) < 0.5
+    source = _draw_sources(spec, n, rng)
+    mates: list[_Reads] = []
+    for is_reverse in (is_fragment_reverse, ~is_fragment_reverse):
+        start = np.where(is_reverse, right_end, left_end)
+        codes = _cut_windows(genomes, genomes.starts[genome] + start, is_reverse, spec.read_length)
+        _add_errors(spec, codes, rng)
+        mates.append(
+            _Reads(
+                letters=_LETTERS[codes[source]],
+                genome=genome[source],
+                start=start[source],
+                is_reverse=is_reverse[source],
+                source=source,
+            )
+        )
+    return mates[0], mates[1]
 
 
 def _draw_genomes(

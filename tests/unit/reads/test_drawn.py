@@ -84,3 +84,17 @@ def test_synthetic_reads_are_made_once_with_their_labels(tmp_path: Path) -> None
     again = simulate_reads(run, "10", 4, force=False)
     assert not again.reused
     assert again.path.read_bytes() != content
+
+
+def test_synthetic_pairs_are_made_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    simulate_reads(run, "tiny", 3, force=False)
+    pairs = simulate_reads(run, "tiny", 3, pairs=True, force=False)
+    assert not pairs.reused, "single reads are there, but no pairs"
+    assert [Path(name).name for name in pairs.reads.all_inputs] == [
+        "simulated-10_R1.fastq.gz",
+        "simulated-10_R2.fastq.gz",
+    ]
+    again = simulate_reads(run, "tiny", 3, pairs=True, force=False)
+    assert again.reused
+    assert again.reads == pairs.reads

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from xopen import xopen
 
 from tests.columns import documented
+from virnuc.flows.cli import main
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.simulate import (
@@ -168,3 +169,82 @@ def test_genomes_of_each_kind(tmp_path: Path) -> None:
         gc[name.split("_")[0]].append((bases.count("G") + bases.count("C")) / len(bases))
     assert (len(gc["virus"]), len(gc["others"])) == (5, 7)
     assert max(gc["virus"]) < min(gc["others"])
+
+
+@pytest.mark.parametrize("name", ["r.fastq.gz", "r.fasta"])
+def test_pairs_are_the_two_ends_of_fragments(tmp_path: Path, name: str) -> None:
+    """Each mate is where the truth says, and both face each other at the length of a fragment."""
+    spec = SimulateSpec(reads=400, pairs=True, error_rate=0, n_rate=0, duplicate_share=0)
+    summary = simulate(spec, tmp_path / name)
+    assert summary.mates_file is not None
+    ending = name.removeprefix("r")
+    paths = (summary.reads_file, summary.mates_file)
+    assert [path.name for path in paths] == [f"r_R1{ending}", f"r_R2{ending}"]
+    firsts, seconds = (reads_of(path) for path in paths)
+    truth, genomes = truth_of(summary), genomes_of(summary)
+    assert documented(summary.truth_file, "reads.truth.tsv") == summary.n_reads == 400
+    assert list(truth) == [
+        read_id for pair in zip(firsts, seconds, strict=True) for read_id, _ in pair
+    ]
+    fragment_lengths = []
+    for (first_id, first), (second_id, second) in zip(firsts, seconds, strict=True):
+        assert (first_id[:-2], first_id[-2:], second_id[-2:]) == (second_id[:-2], "/1", "/2")
+        facts = truth[first_id], truth[second_id]
+        assert len({(fact["label"], fact["genome"]) for fact in facts}) == 1
+        assert {fact["strand"] for fact in facts} == {"+", "-"}
+        for fact, bases in zip(facts, (first, second), strict=True):
+            source = genomes[fact["genome"]][int(fact["start"]) :][:150]
+            assert bases == (source if fact["strand"] == "+" else opposite_strand(source))
+        starts = {fact["strand"]: int(fact["start"]) for fact in facts}
+        fragment_lengths.append(starts["-"] + 150 - starts["+"])
+    assert min(fragment_lengths) >= 150
+    assert np.mean(fragment_lengths) == pytest.approx(350, rel=0.05)
+    labels = Counter(fact["label"] for fact in truth.values())
+    assert labels["virus"] == summary.viral_reads
+
+
+def test_copies_of_pairs_are_copies_of_both_mates(tmp_path: Path) -> None:
+    spec = SimulateSpec(reads=2000, pairs=True, duplicate_share=0.3, seed=4)
+    summary = simulate(spec, tmp_path / "r.fasta")
+    assert summary.mates_file is not None
+    reads = dict(reads_of(summary.reads_file) + reads_of(summary.mates_file))
+    copies = {name: fact["copy_of"] for name, fact in truth_of(summary).items() if fact["copy_of"]}
+    assert 300 < len(copies) < 700
+    for read_id, source in copies.items():
+        assert reads[read_id] == reads[source]
+        assert read_id[-2:] == source[-2:], "a first mate copies a first mate"
+    assert len({name[:-2] for name in copies}) == len(copies) // 2
+
+
+def test_pairs_are_staged_as_pairs(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    summary = simulate(SimulateSpec(reads=101, pairs=True), tmp_path / "in" / "r.fastq")
+    assert summary.n_reads == 100, "of an odd number one is left out"
+    named = stage(StageSpec(**summary.reads.model_dump()), tmp_path / "named.h5")
+    for path in (summary.truth_file, summary.genomes_file):
+        path.rename(tmp_path / path.name)
+    found = stage(StageSpec(reads=(str(tmp_path / "in"),)), tmp_path / "found.h5")
+    assert named.n_pairs == found.n_pairs == 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reads": 1}, "1 is half a pair"),
+        ({"fragment_length": 149}, "149 is not between the read_length, 150"),
+        ({"fragment_length": 15_001}, "half of the genome_length, 15000"),
+    ],
+)
+def test_pairs_that_cannot_be_made_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SimulateSpec(pairs=True, **settings)
+    SimulateSpec(**settings)  # without pairs, the fragments do not matter
+
+
+def test_the_command_writes_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.fq"
+    assert main(["simulate", str(out), "--reads", "20", "--pairs"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/r_R1.fq, {tmp_path}/r_R2.fq: 20 reads, ")
+    assert not out.exists()
+    assert main(["simulate", str(out), "--reads", "20", "--pairs"]) == 2
+    assert "r_R1.fq, " in capsys.readouterr().err, "is there already"
