@@ -14,7 +14,9 @@ class TrainSettings(TrainSpec, RunSettings):
     """Fit the head on labelled reads."""
 
     pairs: bool = Field(
-        False, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs"
+        True,
+        description="take mates together, as reads of one genome; of a folder, files that are "
+        "mates by their names",
     )
     out: Path = Field(
         description="run directory of the training embeddings; the head is written to OUT/head"

@@ -22,7 +22,7 @@ from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file
 MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
 DIGITS: Final = tuple(b"0123456789")
 # What ends the ids of mates in some files in place of `/1` and `/2`: one of these before the number
-_OTHER_MARKS: Final = (b".", b"_", b":")
+OTHER_MARKS: Final = (b".", b"_", b":")
 ORDER_HINT: Final = (
     "mates must follow in the same order; "
     "--on-error skip judges orphans alone, --no-pairs each read"
@@ -348,7 +348,7 @@ def _agree_on_mate_ends(first: _Side, second: _Side) -> None:
     second_names = second.next_names(len(second))
     if first_names[0] == second_names[0]:
         return
-    for mark in _OTHER_MARKS:
+    for mark in OTHER_MARKS:
         first_end = mark + b"1"
         second_end = mark + b"2"
         first_has = all(name.endswith(first_end) for name in first_names)
@@ -372,7 +372,7 @@ def _find_mate_ends_of_interleaved(side: _Side) -> None:
         return
     names = side.next_names(len(side))
     n_equal = sum(name == next_name for name, next_name in itertools.pairwise(names))
-    for mark in _OTHER_MARKS:
+    for mark in OTHER_MARKS:
         ends = (mark + b"1", mark + b"2")
         if not all(name.endswith(ends) for name in names):
             continue

@@ -206,7 +206,7 @@ def _find_viral_reads(
         InputError: The table has another number of reads than the store.
     """
     path = run.pairs_table if store.paired else run.reads_table
-    follows_mate = _follows_mate(store)
+    follows_mate = find_second_mates(store)
     # In `pairs.tsv` both mates are on one line: a read that follows its mate begins no new line.
     line_of_read = np.cumsum(~follows_mate) - 1
     n_lines = int(np.count_nonzero(~follows_mate))
@@ -225,12 +225,12 @@ def _find_mates(store: OrfStore) -> NDArray[np.int64]:
     Returns:
         int64 [n_reads] of indices of `MATE_SUFFIXES`.
     """
-    is_second = _follows_mate(store)
+    is_second = find_second_mates(store)
     is_first = np.append(is_second[1:], False)  # the next read is the mate
     return np.where(is_second, _SECOND_MATE, np.where(is_first, _FIRST_MATE, _ORPHAN))
 
 
-def _follows_mate(store: OrfStore) -> NDArray[np.bool_]:
+def find_second_mates(store: OrfStore) -> NDArray[np.bool_]:
     """Return which reads directly follow their mates: bool [n_reads]."""
     follows_mate: NDArray[np.bool_] = (np.asarray(store.read_flags) & MATE) > 0
     return follows_mate

@@ -16,6 +16,7 @@ from virnuc_core.config import TrainSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fingerprint import digests
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import find_second_mates
 from virnuc_core.training.clusters import K, cluster_genomes
 from virnuc_core.training.genomes import in_coding_regions
 from virnuc_core.training.truth import (
@@ -29,6 +30,7 @@ from virnuc_core.training.truth import (
     genome_kinds,
     read_truth,
     require_classes,
+    require_same_origin_of_mates,
     truth_lines,
 )
 
@@ -41,9 +43,9 @@ class Examples:
     """The frames that a classifier is trained and tested with.
 
     Attributes:
-        rows: Frames with the columns read, chunk, unique, label, genome (index into `genomes`),
-            sequence (equal for the same DNA on either strand), kind (such as `phage`), cluster and
-            side.
+        rows: Frames with the columns read, fragment (equal for the two reads of a pair), chunk,
+            unique, label, genome (index into `genomes`), sequence (equal for the same DNA on either
+            strand), kind (such as `phage`), cluster and side.
         genomes: By number: genome (the name), label, kind, cluster and side ("" for an unused
             genome).
         left_out: Number of reads, frames or lines that were left out, by reason.
@@ -72,6 +74,7 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     rng = np.random.default_rng(spec.seed)
     truth = read_truth(spec.truth)
     line_of_read = truth_lines(truth, store)  # [reads]
+    require_same_origin_of_mates(truth, line_of_read, store)
     # The genomes are in the order of `genome_names`, so their row is their number.
     genomes = truth.drop_duplicates("genome")[["genome", "label", KIND]].reset_index(drop=True)
     genomes[KIND] = genome_kinds(genomes, spec.groups)
@@ -128,8 +131,9 @@ def _labelled_rows(
         genome_names: Name of each genome.
 
     Returns:
-        The columns read, chunk, unique (number of the distinct sequence), label, genome (index
-        into `genome_names`) and sequence (the same number for both strands).
+        The columns read, fragment (the same number for the two reads of a pair), chunk, unique
+        (number of the distinct sequence), label, genome (index into `genome_names`) and sequence
+        (the same number for both strands).
     """
     read_of_row = np.asarray(store.row_read)
     unique_of_row = np.asarray(store.row_unique)
@@ -138,6 +142,7 @@ def _labelled_rows(
     return pd.DataFrame(
         {
             "read": read_of_row,
+            "fragment": _fragment_numbers(store)[read_of_row],
             "chunk": np.asarray(store.row_chunk),
             "unique": unique_of_row,
             "label": label_of_read[read_of_row],
@@ -145,6 +150,12 @@ def _labelled_rows(
             "sequence": _sequence_numbers(store)[unique_of_row],
         }
     )
+
+
+def _fragment_numbers(store: OrfStore) -> NDArray[np.int64]:
+    """Return a number for each fragment, [reads]. The two reads of a pair are of one fragment."""
+    begins_fragment = ~find_second_mates(store)
+    return np.cumsum(begins_fragment, dtype=np.int64) - 1
 
 
 def _sequence_numbers(store: OrfStore) -> NDArray[np.int64]:
@@ -195,13 +206,13 @@ def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
 def _limit_rows(rows: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator) -> pd.DataFrame:
     """Return at most `spec.rows_per_class` frames of each class, chosen at random.
 
-    A read is chosen with all its frames, or not at all.
+    A read is chosen with all its frames, and a pair with both its reads, or not at all.
     """
-    reads = rows.groupby("read").agg(
+    fragments = rows.groupby("fragment").agg(
         label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
     )
-    kept_reads = subsample(reads, spec.rows_per_class, spec.sampling, rng)
-    return rows[rows["read"].isin(kept_reads)].reset_index(drop=True)
+    kept_fragments = subsample(fragments, spec.rows_per_class, spec.sampling, rng)
+    return rows[rows["fragment"].isin(kept_fragments)].reset_index(drop=True)
 
 
 def subsample(

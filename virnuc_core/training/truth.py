@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import refuse_unreadable
 from virnuc_core.errors import InputError, join_first
+from virnuc_core.reads.pairs import OTHER_MARKS
 from virnuc_core.reads.simulate import LABELS, TRUTH_HEADER
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import find_second_mates
 
 # The three sets that genomes are split into. Columns named `side` hold the index.
 SIDES: Final = ("train", "validation", "test")
@@ -24,6 +26,7 @@ TRAIN_SIDE, VALIDATION_SIDE, TEST_SIDE = range(len(SIDES))
 OTHERS: Final = LABELS.index("others")
 VIRUS: Final = LABELS.index("virus")  # columns named `label` hold the index into LABELS
 KIND: Final = "kind"  # the optional column of both tables
+_MATE_END: Final = "/([12])$"  # of the ids of mates in a store
 FIRST_LINE: Final = 2  # of a table, below the names of the columns
 
 
@@ -214,11 +217,43 @@ def require_classes(counts: Any, file: Path | str = "", what: str = "") -> None:
             raise InputError(f"{problem}: to learn from, to stop by, to test with", file=file)
 
 
+def require_same_origin_of_mates(
+    truth: pd.DataFrame, line_of_read: NDArray[np.int64], store: OrfStore
+) -> None:
+    """Raise an error if the two reads of a pair are of different genomes.
+
+    Both are the ends of one fragment of DNA. A genome has one label, so the label is equal, too.
+
+    Args:
+        truth: The table of origins.
+        line_of_read: The row of each read in `truth`, [reads].
+        store: The staged reads.
+
+    Raises:
+        InputError: Names both reads and their genomes.
+    """
+    genome_of_read = truth["genome"].to_numpy()[line_of_read]
+    second_mates = np.flatnonzero(find_second_mates(store))
+    is_different = genome_of_read[second_mates] != genome_of_read[second_mates - 1]
+    if not is_different.any():
+        return
+    second = int(second_mates[is_different][0])
+    first_id, second_id = store.read_ids(second - 1, second + 1)
+    first_genome, second_genome = genome_of_read[second - 1 : second + 1]
+    raise InputError(
+        f"the mates {first_id!r} and {second_id!r} are of one fragment, but the truth file has "
+        f"them of {first_genome!r} and {second_genome!r}, as {int(is_different.sum()) - 1} more "
+        "pairs",
+        hint="correct the truth, or give --no-pairs if these files hold no mates",
+    )
+
+
 def truth_lines(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     """Find each read in the table of origins.
 
     A read is looked up by its id in the store (`r7.2`, where a number makes equal ids distinct),
-    else by its id in the file (`r7`), else by the id of its pair (`r7` for `r7/1`).
+    else by its id in the file (`r7`), else by the id of its pair (`r7` for `r7/1`). The ids of
+    mates in a file may end in `.1`, `_1` or `:1`, while the store has `/1`.
 
     Returns:
         The row of each read in `truth`, counted from 0, [reads].
@@ -229,9 +264,13 @@ def truth_lines(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     known_reads = pd.Index(truth["read"])
     store_ids = pd.Series(store.read_ids(0, store.n_reads), dtype=object)
     file_ids = pd.Series(store.original_ids(0, store.n_reads), dtype=object)
-    pair_ids = file_ids.str.replace(r"/[12]$", "", regex=True)
+    pair_ids = file_ids.str.replace(_MATE_END, "", regex=True)
+    other_ids = []
+    if store.paired:
+        for mark in OTHER_MARKS:
+            other_ids.append(file_ids.str.replace(_MATE_END, rf"{mark.decode()}\1", regex=True))
     line_of_read = np.full(store.n_reads, -1)  # -1: not found
-    for ids in (store_ids, file_ids, pair_ids):
+    for ids in (store_ids, file_ids, pair_ids, *other_ids):
         line_of_read = np.where(line_of_read < 0, known_reads.get_indexer(ids), line_of_read)
     unknown_ids = store_ids[line_of_read < 0]
     if len(unknown_ids):
