@@ -19,6 +19,7 @@ from virnuc_core.config import (
     refuse_unreadable,
 )
 from virnuc_core.errors import InputError
+from virnuc_core.run_costs import embedding_bytes
 from virnuc_core.rundir import RunDir
 from virnuc_core.system_errors import is_regular_file, path_exists
 
@@ -32,7 +33,6 @@ BATCH_BYTES: Final = 1 << 16  # unpacked bytes of a batch that is looked at, abo
 N_BATCHES: Final = 2
 # bytes of a packed file for a base of a read that occurs once, at most; FASTQ has 2 to 3 a base
 MAX_BYTES_PER_BASE: Final = 6
-BYTES_PER_VALUE: Final = 4  # of an embedding
 
 
 def preflight(settings: FlowSettings) -> Devices:
@@ -72,7 +72,7 @@ def preflight(settings: FlowSettings) -> Devices:
     is_planned = path_exists(RunDir(settings.out).plan)
     nbytes = 0
     if not is_planned:
-        nbytes = BYTES_PER_VALUE * head.width * n_rows
+        nbytes = embedding_bytes(n_rows, head.width)
     require_writable(
         settings.out, nbytes, "the embeddings of these reads (estimated from the first ones)"
     )
@@ -219,7 +219,7 @@ def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginn
     """
     from virnuc_core.reads.fast_parser import ParseLog
     from virnuc_core.reads.parse import parse
-    from virnuc_core.reads.translate import chunk, translate
+    from virnuc_core.reads.translate import chunk, translate_chunks
 
     log = ParseLog(on_error)
     n_reads = 0
@@ -229,8 +229,7 @@ def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginn
     for batch in islice(batches, N_BATCHES):
         # Cut the reads into chunks of the model's length, and find their open reading frames.
         chunks = chunk(batch.bases.lengths, model_length)
-        read_starts = batch.bases.offsets[chunks.read]
-        rows = translate(batch.bases.data, read_starts + chunks.start, read_starts + chunks.end)
+        rows = translate_chunks(batch.bases, chunks)
         n_reads += len(batch)
         n_rows += len(rows.chunk)
         n_bases += len(batch.bases.data)

@@ -48,8 +48,18 @@ LAYERS = (
         "spreadsheets",
     ),
     ("reads", "encoders", "telemetry"),
-    ("engine", "consensus"),
-    ("baseline", "deliveries", "inbox", "pipeline", "results", "tools", "training", "validation"),
+    ("engine", "consensus", "run_costs"),
+    (
+        "baseline",
+        "deliveries",
+        "inbox",
+        "inspection",
+        "pipeline",
+        "results",
+        "tools",
+        "training",
+        "validation",
+    ),
     ("report",),
 )
 LEVELS = {f"virnuc_core.{name}": level for level, names in enumerate(LAYERS) for name in names}

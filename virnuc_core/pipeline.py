@@ -45,6 +45,7 @@ from virnuc_core.reads.sources import local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
+from virnuc_core.run_costs import embedding_bytes
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
 from virnuc_core.runfiles import (
     Attempt,
@@ -552,8 +553,7 @@ def prepare(
         damaged=found.damaged_lines,
         n_lost=found.n_lost,
         spec=spec,
-        # Bytes of the result of one unique frame: an embedding and two scores in float32.
-        bytes_per_sequence=4 * (sum(widths.values()) + 2),
+        bytes_per_sequence=embedding_bytes(1, sum(widths.values())),
     )
     if found.todo and engine.commit:
         _check_room_for_results(job)

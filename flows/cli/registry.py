@@ -43,6 +43,11 @@ COMMANDS: Final = (
         summary="say which reads are viral: the production flow",
     ),
     CommandEntry(
+        "inspect",
+        module="inspect_command",
+        summary="what a run would see in some reads, and what it would cost, without a model",
+    ),
+    CommandEntry(
         "predict-inbox",
         module="flow_commands",
         summary="predict each new file of a folder, once",

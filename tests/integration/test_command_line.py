@@ -70,16 +70,21 @@ def test_the_program_explains_itself() -> None:
         assert f"  {name}: " in process.stdout
 
 
-def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
+def test_help_wrong_options_and_inspect_import_neither_torch_nor_prefect(tmp_path: Path) -> None:
+    reads = tmp_path / "reads.fasta"
+    reads.write_text(">r\nACGTACGT\n")
     program = (
         "import sys\n"
         "from virnuc.flows.cli import main\n"
-        "for words in (['--help'], ['predict', 'a'], ['validate', '--bogus'], ['bogus'], ['--bogus']):\n"
+        "for words in (['--help'], ['predict', 'a'], ['validate', '--bogus'], ['bogus'], ['--bogus'],\n"
+        "    ['inspect', *sys.argv[1:]]):\n"
         "    main(words)\n"
         "sys.exit(bool({'torch', 'prefect', 'pandas', 'matplotlib'} & set(sys.modules)))\n"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    words = [sys.executable, "-c", program, str(reads)]
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
     assert process.returncode == 0
+    assert "1 reads, all of them read" in process.stdout  # the last command did its work
 
 
 @pytest.mark.parametrize("name", sorted(COMMAND_NAMES))

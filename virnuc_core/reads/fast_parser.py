@@ -70,6 +70,11 @@ class Strings:
         """Return the length of each string in bytes: int64 [n]."""
         return np.diff(self.offsets)
 
+    def head(self, count: int) -> "Strings":
+        """Return a column of the first `count` strings, or of all if there are fewer."""
+        offsets = self.offsets[: count + 1]
+        return Strings(self.data[: offsets[-1]], offsets)
+
     def printable_ids(self) -> "Strings":
         """Return a column in which each read id is one printable UTF-8 word, or empty.
 
@@ -170,6 +175,23 @@ class ReadBatch:
         """Return the id of one read."""
         return self.ids[index].decode()
 
+    def head(self, count: int) -> "ReadBatch":
+        """Return the first `count` reads of a batch of whole reads, or all if there are fewer."""
+        if count >= len(self):
+            return self
+        follows_mate = self.follows_mate
+        if follows_mate is not None:
+            follows_mate = follows_mate[:count]
+        return ReadBatch(
+            file_index=self.file_index,
+            format=self.format,
+            ids=self.ids.head(count),
+            bases=self.bases.head(count),
+            lines=self.lines[:count],
+            records=self.records.head(count),
+            follows_mate=follows_mate,
+        )
+
     def drop_illegal(self, file_name: str) -> tuple["ReadBatch", list[InputError]]:
         """Remove the reads that contain letters other than nucleotide codes.
 
@@ -263,6 +285,7 @@ class ParseLog:
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken and illegal records
     first_broken: dict[str, InputError] = field(default_factory=dict)  # first error of each file
     contents: dict[str, FileDigest] = field(default_factory=dict)  # of files read to their end
+    bytes_used: Counter[str] = field(default_factory=Counter)  # of each file, mostly compressed
     not_primary: Counter[str] = field(default_factory=Counter)  # secondary alignments left out
     cut_s: float = 0.0  # seconds of unpacking, cutting, and parsing line by line
     parse_s: float = 0.0  # seconds of parsing pieces, summed over all workers

@@ -314,7 +314,9 @@ def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Gener
     for file_index, name in enumerate(files):
         try:
             with Source.open(name, log.read_group) as source:
-                yield from _FileCutter(file_index, source, block_bytes).pieces()
+                for piece in _FileCutter(file_index, source, block_bytes).pieces():
+                    log.bytes_used[name] = source.n_bytes_used
+                    yield piece
                 log.contents[name] = source.content()
                 log.not_primary[name] = source.n_left_out
         except InputError as error:

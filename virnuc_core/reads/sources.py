@@ -412,6 +412,7 @@ class Source:
         # This waits for a slow pipe. Fewer bytes are returned only at the end of the data.
         head = stream.read(_PIECE_BYTES)
         self._size = len(head)
+        self._n_waiting = 0  # bytes that were read from the stream, but not decompressed yet
         self._sha256 = hashlib.sha256(head)
         # `Source.open` closes `self._pieces` at the end, whichever of the ways below made it. A
         # generator has a method `close`; `chain` alone has none.
@@ -486,6 +487,15 @@ class Source:
             pieces.append(piece)
             size -= len(piece)
         return b"".join(pieces)
+
+    @property
+    def n_bytes_used(self) -> int:
+        """Return how many bytes of the file are those of the text that `read` returned so far.
+
+        These are bytes as they are on the disk, mostly compressed. Of alignments, and of other
+        formats than gzip and zstd, some further bytes may have been used.
+        """
+        return self._size - self._n_waiting
 
     def content(self) -> FileDigest:
         """Return the size and the SHA-256 of the whole file, as it is on the disk (compressed).
@@ -575,7 +585,10 @@ class Source:
             current = packed[:step]
             packed = packed[step:]
             try:
-                yield from _decompress(unpacker, current, packing)
+                for unpacked in _decompress(unpacker, current, packing):
+                    n_left = len(getattr(unpacker, "unconsumed_tail", b""))
+                    self._n_waiting = len(packed) + n_left + len(unpacker.unused_data)
+                    yield unpacked
             except packing.errors as error:
                 details = str(error) or type(error).__name__
                 if packing.name == "zstd" and "too much memory" in details:

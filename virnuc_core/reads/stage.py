@@ -328,9 +328,9 @@ def _build_store(
     times.chunk_s += log.cut_s + log.parse_s / spec.workers
 
     # Refuse reads that cannot be used.
-    _require_reads(spec, inputs, log)
+    require_reads(spec, inputs, log)
     _require_same_reads(spec, inputs, out, fingerprint.hexdigest(), recorded_run)
-    _require_good_records(log)
+    require_good_records(log)
 
     # Join the segments to the store.
     write_start_s = time.perf_counter()
@@ -401,12 +401,18 @@ class _LongReads:
             yield from translate_long_read(
                 long_part, self._is_ambiguous, self._model_length, self._folder, self._workers
             )
+            Path(long_part.path).unlink()
 
 
-def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
+def require_reads(spec: ReadsSpec, inputs: Inputs, log: ParseLog) -> None:
     """Raise an `InputError` if a pipe gave no read, or nothing knows the read group of the user.
 
     An empty file is not an error.
+
+    Args:
+        spec: The settings.
+        inputs: The files.
+        log: The counts of reading them.
     """
     if log.n_reads > 0:
         return
@@ -438,8 +444,12 @@ def _names_read_group(file: str, sample: str) -> bool:
     return sample in find_samples(file, format_, sample_name((file,)), changed_ns)
 
 
-def _require_good_records(log: ParseLog) -> None:
-    """Raise an `InputError` if a file has broken records and not a single good one."""
+def require_good_records(log: ParseLog) -> None:
+    """Raise an `InputError` if a file has broken records and not a single good one.
+
+    Args:
+        log: The counts of reading the files.
+    """
     for name, first_error in log.first_broken.items():
         if log.reads_by_file[name] == 0:
             raise InputError(

@@ -219,6 +219,17 @@ def translate(bases: bytes, starts: IntArray, ends: IntArray) -> Orfs:
     return Orfs.concatenate(groups)
 
 
+def translate_chunks(bases: Strings, chunks: Chunks) -> Orfs:
+    """Translate the chunks of some reads in six reading frames, and return the open frames.
+
+    Args:
+        bases: The bases of the reads.
+        chunks: How these reads are cut.
+    """
+    read_starts = bases.offsets[chunks.read]
+    return translate(bases.data, read_starts + chunks.start, read_starts + chunks.end)
+
+
 def _find_group_end(starts: IntArray, ends: IntArray, first: int) -> int:
     """Return the end of a group of chunks that are translated together.
 
@@ -469,16 +480,15 @@ def translate_batch(batch: ReadBatch, model_length: int, folder: Path) -> BatchR
     """
     start_s = time.perf_counter()
     if batch.part is not None:
-        long_part = _keep_part(batch, batch.part, folder)
+        long_part = keep_part(batch, batch.part, folder)
         leaves = hash_leaves(batch)
         return BatchResult(long_part, leaves, 0.0, time.perf_counter() - start_s)
     bases = batch.bases
     chunks = chunk(bases.lengths, model_length)
     chunked_s = time.perf_counter()
 
-    read_starts = bases.offsets[chunks.read]
-    orfs = translate(bases.data, read_starts + chunks.start, read_starts + chunks.end)
-    is_ambiguous = _find_ambiguous(bases)
+    orfs = translate_chunks(bases, chunks)
+    is_ambiguous = find_ambiguous(bases)
     n_rows = np.bincount(chunks.read[orfs.chunk], minlength=len(batch))
     read_columns = _read_columns(
         batch.ids, batch.lines, bases.lengths, model_length, n_rows, is_ambiguous
@@ -492,11 +502,16 @@ def translate_batch(batch: ReadBatch, model_length: int, folder: Path) -> BatchR
     return BatchResult(segment, leaves, chunked_s - start_s, time.perf_counter() - chunked_s)
 
 
-def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
+def keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
     """Save the bases of a part of a long read in the scratch file of the read.
 
     All parts of a read are written to the same file, each at its position. Workers may write them
     in any order.
+
+    Args:
+        batch: The part, as a batch of one read.
+        part: Its position within the read.
+        folder: The folder for scratch files.
     """
     bases = batch.bases.data
     path = folder / f"long_{batch.file_index}_{part.line}"
@@ -508,13 +523,35 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
     return LongPart(part, str(path), len(bases), is_ambiguous, batch.ids)
 
 
-def _find_ambiguous(bases: Strings) -> Mask:
+def find_ambiguous(bases: Strings) -> Mask:
     """Return which reads have letters other than A, C, G, T: bool [reads]."""
     is_ambiguous = np.zeros(len(bases), bool)
-    # `translate` replaces each letter by 1 if it is ambiguous and by 0 otherwise.
-    positions = np.flatnonzero(np.frombuffer(bases.data.translate(_IS_AMBIGUOUS), np.bool_))
+    positions = np.flatnonzero(_mark_ambiguous(bases.data))
     is_ambiguous[np.searchsorted(bases.offsets, positions, side="right") - 1] = True
     return is_ambiguous
+
+
+def count_ambiguous(bases: bytes) -> int:
+    """Return the number of letters other than A, C, G, T, in either case."""
+    return int(np.count_nonzero(_mark_ambiguous(bases)))
+
+
+def _mark_ambiguous(bases: bytes) -> Mask:
+    """Return which letters are not A, C, G, T: bool [bases]."""
+    # `translate` replaces each letter by 1 if it is ambiguous and by 0 otherwise.
+    return np.frombuffer(bases.translate(_IS_AMBIGUOUS), np.bool_)
+
+
+def find_short(lengths: IntArray, size: int) -> Mask:
+    """Return which reads are too short for the model: bool [reads].
+
+    Such a read has less than half of the model's length. A read without bases is not one of them.
+
+    Args:
+        lengths: The bases of each read: int64 [reads].
+        size: The model's length in bases.
+    """
+    return (lengths > 0) & (2 * lengths < size)
 
 
 def _read_columns(
@@ -536,7 +573,7 @@ def _read_columns(
         is_ambiguous: Which reads have letters other than A, C, G, T: bool [reads].
     """
     is_empty = lengths == 0
-    is_short = ~is_empty & (2 * lengths < size)  # less than half of a chunk
+    is_short = find_short(lengths, size)
     return {
         "read_length": lengths,
         "read_chunks": _count_chunks(lengths, size),
@@ -552,10 +589,6 @@ def _read_columns(
 def _row_columns(orfs: Orfs, chunks: Chunks, is_ambiguous: Mask) -> Columns:
     """Return the columns of a segment that have one value per row (open reading frame), by name.
 
-    Rows with equal digests are embedded only once. The digest is computed from the DNA. If the DNA
-    has ambiguous letters, it is computed from the DNA and the protein: codons with these letters
-    are left out of the protein, so equal DNA may give different proteins.
-
     Args:
         orfs: The open reading frames.
         chunks: The chunks in which they were found.
@@ -563,22 +596,38 @@ def _row_columns(orfs: Orfs, chunks: Chunks, is_ambiguous: Mask) -> Columns:
             none.
     """
     reads = chunks.read[orfs.chunk]
-    texts = orfs.dna.tolist()  # from which digests are computed
-    proteins = Strings(orfs.proteins.tobytes(), offsets_from_lengths(orfs.protein_lengths))
-    for row in np.flatnonzero(is_ambiguous[reads]).tolist():
-        has_ambiguous_letters = bool(texts[row].translate(None, b"ACGT"))
-        if has_ambiguous_letters:
-            texts[row] += b"|" + proteins[row]
     return {
         "row_read": reads,
         "row_chunk": chunks.number[orfs.chunk],
         "row_frame": orfs.frame,
-        "row_digest": digests(texts).reshape(-1),
+        "row_digest": digest_rows(orfs, is_ambiguous[reads]).reshape(-1),
         "protein_length": orfs.protein_lengths,
         "dna_length": orfs.dna_lengths,
         "protein_bytes": orfs.proteins,
         "dna_bytes": np.frombuffer(b"".join(orfs.dna), np.uint8),
     }
+
+
+def digest_rows(orfs: Orfs, is_ambiguous: Mask) -> NDArray[np.uint64]:
+    """Return the digest of each row (open reading frame): uint64 [rows, 2].
+
+    Rows with equal digests are embedded only once. The digest is computed from the DNA. If the DNA
+    has ambiguous letters, it is computed from the DNA and the protein: codons with these letters
+    are left out of the protein, so equal DNA may give different proteins.
+
+    Args:
+        orfs: The open reading frames.
+        is_ambiguous: Which rows may have ambiguous letters: bool [rows]. False means certainly
+            none.
+    """
+    texts = orfs.dna.tolist()  # from which digests are computed
+    if is_ambiguous.any():
+        proteins = Strings(orfs.proteins.tobytes(), offsets_from_lengths(orfs.protein_lengths))
+        for row in np.flatnonzero(is_ambiguous).tolist():
+            has_ambiguous_letters = bool(texts[row].translate(None, b"ACGT"))
+            if has_ambiguous_letters:
+                texts[row] += b"|" + proteins[row]
+    return digests(texts)
 
 
 def _write_segment(folder: Path, columns: Mapping[str, NDArray[Any]], n_chunks: int) -> Segment:
@@ -615,7 +664,7 @@ def _write_segment(folder: Path, columns: Mapping[str, NDArray[Any]], n_chunks: 
 def translate_long_read(
     last_part: LongPart, is_ambiguous: bool, size: int, folder: Path, workers: Workers
 ) -> Iterator[Segment]:
-    """Translate a long read whose parts are all in its scratch file; then remove this file.
+    """Translate a long read whose parts are all in its scratch file. The file stays.
 
     Args:
         last_part: The last part of the read.
@@ -647,7 +696,6 @@ def translate_long_read(
     for segment in workers.map(work, stretches):
         n_rows += segment.counts.n_rows
         yield segment
-    Path(last_part.path).unlink()
     columns = _read_columns(
         last_part.id,
         np.array([last_part.part.line]),

@@ -1,0 +1,1 @@
+"""What a run would see in some files of reads, without a model: `virnuc inspect`."""
