@@ -1,6 +1,6 @@
 """Predictions for many samples, each with a run directory of its own; called by `predict`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -84,6 +84,7 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     """
     preflight(settings)
     runs = settings.by_sample()
+    _warn_of_merged_names(runs)
     label = _label_of(settings)
     announce("samples", label)
     rows = {name: SampleRow(sample=name) for name in runs}
@@ -106,6 +107,19 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     if empty_samples:
         message += f"; without reads: {join_first(empty_samples)}"
     return completed(summary, message)
+
+
+def _warn_of_merged_names(samples: Iterable[str]) -> None:
+    """Log a warning for samples that MultiQC would show as one, because it shortens names."""
+    from virnuc_core.report.multiqc_names import find_merged_samples
+
+    for name, merged_samples in find_merged_samples(samples).items():
+        log.warning(
+            "samples %s: MultiQC would show all of them as '%s'; other names keep them apart, here "
+            "or with virnuc export --sample",
+            join_first(merged_samples),
+            name,
+        )
 
 
 def _label_of(settings: PredictSettings) -> str:

@@ -164,9 +164,10 @@ def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Fla
     Args:
         run: run directory
         out: where to (default: RUN/export)
-        sample: its name in MultiQC (default: the run's)
+        sample: its name in all files (default: the run's)
         force: write over files that are in OUT; those in RUN/export are the run's own
     """
+    from virnuc_core.report.exports import OWN_FOLDER
     from virnuc_core.report.exports import export as write_exports
     from virnuc_core.runfiles import read_record
 
@@ -177,7 +178,7 @@ def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Fla
         sample_name = str(recorded_name or run.resolve().name)
     if out is None:
         # All files in this folder are ours, so they may be replaced without `--force`.
-        paths = write_exports(run_dir, run / "export", sample_name, force=True)
+        paths = write_exports(run_dir, run / OWN_FOLDER, sample_name, force=True)
     else:
         paths = write_exports(run_dir, out, sample_name, force=force)
     for path in paths:

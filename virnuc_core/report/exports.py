@@ -5,8 +5,7 @@ These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
 
 import json
 import logging
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import WRITE_AGAIN
 from virnuc_core.reads.translate import chunk
 from virnuc_core.report.kraken import (
+    ORPHAN_END,
     SCORE_BINS,
     FragmentCounts,
     ResultTables,
@@ -31,10 +31,18 @@ from virnuc_core.report.kraken import (
     write_kraken_reads,
     write_kraken_report,
 )
-from virnuc_core.report.text import cell
+from virnuc_core.report.multiqc_names import (
+    GENERAL_FILE,
+    export_name,
+    exported_samples,
+    name_warnings,
+    samples_beside,
+)
+from virnuc_core.report.text import one_line
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
 from virnuc_core.runfiles import FileDigest, RunSummary, read_record
-from virnuc_core.system_errors import path_exists
+from virnuc_core.safe_files import remove_file
+from virnuc_core.system_errors import is_real_folder, path_exists
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +58,9 @@ CONTIG_COLUMNS: Final = (
     "viral_score",
     "label",
 )
+# The names that nf-core gives to Kraken's two tables, behind the name of the sample
+KRAKEN_ENDINGS: Final = (".kraken2.classifiedreads.txt", ".kraken2.report.txt")
+OWN_FOLDER: Final = "export"  # of a run; all files in it are those of its export
 MULTIQC_SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
 
 
@@ -77,7 +88,7 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     Args:
         run: The run directory.
         out: The folder to write to.
-        sample: The name of the sample in MultiQC.
+        sample: The name of the sample. All files use it as `export_name` writes it.
         force: Write over existing files.
 
     Returns:
@@ -97,26 +108,35 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     tables = _result_tables(run, summary)
     tables.require_intact()  # nothing is written if a table is not as the run left it
     sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
-    files = _export_files(out, sample, sections)
+    name = export_name(sample)
+    files = _export_files(out, name, sections)
+    for warning in name_warnings(sample, samples_beside(run.root, out, sample)):
+        log.warning("%s", warning)
+    is_own_folder = out.absolute() == (run.root / OWN_FOLDER).absolute()
+    if not is_own_folder:
+        _warn_of_replaced_sample(out, sample)
     require_absent(*files.all, force=force)
+    if is_own_folder and is_real_folder(out):
+        _remove_former_names(out, files)
 
     counts = write_kraken_reads(files.kraken_reads, tables, read_record(run))
     write_kraken_report(files.kraken_report, counts)
+    if counts.num_orphans:
+        log.warning(
+            "%s: %d reads without a mate have ids that end in %s, so that tools which extract "
+            "reads by id leave them out and keep both files in step; predict --write-viral writes "
+            "the viral ones",
+            files.kraken_reads,
+            counts.num_orphans,
+            ORPHAN_END,
+        )
     data = _multiqc_data(summary, counts)
-    for name, section in sections.items():
-        content = section | {"data": {_multiqc_name(sample): data[name]}}
-        write_text_atomically(files.multiqc[name], json.dumps(content, indent=1) + "\n")
+    for section_name, section in sections.items():
+        content = section | {"data": {name: data[section_name]}}
+        write_text_atomically(files.multiqc[section_name], json.dumps(content, indent=1) + "\n")
     threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
     _write_contigs(run, files.contigs, threshold)
     return files.all
-
-
-def _multiqc_name(sample: str) -> str:
-    """Return the name of a sample with `_` for characters that could begin HTML.
-
-    MultiQC writes the names of samples into its page as they are.
-    """
-    return re.sub(r"[<>&\"'`]", "_", cell(sample))
 
 
 def _result_tables(run: RunDir, summary: RunSummary) -> ResultTables:
@@ -149,18 +169,52 @@ def _recorded_digest(table: Path, summary: RunSummary) -> FileDigest | None:
     return recorded
 
 
-def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> ExportFiles:
+def _export_files(out: Path, name: str, sections: Iterable[str]) -> ExportFiles:
     """Return the paths of an export's files.
 
-    In the name of the sample, characters other than letters, digits, `.`, `_` and `-` become `_`.
+    Args:
+        out: The folder of the export.
+        name: The name of the sample, see `export_name`.
+        sections: The names of the sections for MultiQC.
     """
-    stem = re.sub(r"[^\w.-]", "_", sample)
     return ExportFiles(
         contigs=out / "contigs.tsv",
-        kraken_reads=out / f"{stem}.kraken2.classifiedreads.txt",
-        kraken_report=out / f"{stem}.kraken2.report.txt",
-        multiqc={name: out / f"virnuc_{name}_mqc.json" for name in sections},
+        kraken_reads=out / f"{name}{KRAKEN_ENDINGS[0]}",
+        kraken_report=out / f"{name}{KRAKEN_ENDINGS[1]}",
+        multiqc={section: out / f"virnuc_{section}_mqc.json" for section in sections},
     )
+
+
+def _warn_of_replaced_sample(out: Path, sample: str) -> None:
+    """Log a warning if a folder holds the export of another sample, whose files would be replaced.
+
+    Args:
+        out: The folder of the export.
+        sample: The name of the sample.
+    """
+    for earlier_sample in exported_samples(out / GENERAL_FILE):
+        if export_name(earlier_sample) != export_name(sample):
+            log.warning(
+                "%s: holds the export of sample %s; those of its files that have the same names "
+                "are replaced with --force only; another folder (-o) keeps both samples",
+                out,
+                one_line(earlier_sample),
+            )
+
+
+def _remove_former_names(folder: Path, files: ExportFiles) -> None:
+    """Remove the tables of Kraken that an earlier export of the run wrote under another name.
+
+    Otherwise one run would be two samples in MultiQC.
+
+    Args:
+        folder: The run's own folder of exports.
+        files: The files of this export.
+    """
+    for ending in KRAKEN_ENDINGS:
+        for path in folder.glob(f"*{ending}"):
+            if path not in files.all:
+                remove_file(path, missing_ok=True)
 
 
 # --- MultiQC --------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Kraken calls a read, or a pair of mates, a *fragment*. Both tables count fragments. Tools such as
 KrakenTools' `extract_kraken_reads.py` look up the id of each read of both files in the first table,
-after they have cut off `/1` or `/2`. So a pair has one line there, with its id without the mark.
+after they have cut off `/1` or `/2`. So a pair has one line there, with its id without the mark. A
+read whose mate is missing has an id that they do not find, so that both files stay in step.
 """
 
 import csv
@@ -25,6 +26,7 @@ VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
 UNCLASSIFIED_TAXON: Final = 0
 SCORE_BINS: Final = 50  # of the histogram of scores
 PIECE_FRAGMENTS: Final = 65_536  # fragments that are held in memory together
+ORPHAN_END: Final = ":orphan"  # of the id of a read in a file of pairs whose mate is missing
 _READ_COLUMNS: Final = ("id", "length", "open_frames", "fate", "viral_score", "flags")
 _PAIR_COLUMNS: Final = ("id", "mate", "fate")
 _MATE_ENDS: Final = tuple(end.decode() for end in MATE_ENDS)
@@ -38,11 +40,13 @@ class FragmentCounts:
     Attributes:
         num_fragments: The fragments: pairs of mates, and reads without a mate.
         num_viral: Those of them that are viral.
+        num_orphans: The reads of files of pairs whose mates are missing.
         reads_by_score: The number of reads by viral score, in `SCORE_BINS` equal bins from 0 to 1.
     """
 
     num_fragments: int = 0
     num_viral: int = 0
+    num_orphans: int = 0
     reads_by_score: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros(SCORE_BINS, np.int64)
     )
@@ -129,6 +133,7 @@ def write_kraken_reads(path: Path, tables: ResultTables, record: RunRecord) -> F
             )
             counts.num_fragments += len(fragments.ids)
             counts.num_viral += int(fragments.is_viral.sum())
+            counts.num_orphans += int(fragments.ids.str.endswith(ORPHAN_END).sum())
             counts.reads_by_score += np.histogram(fragments.scores, SCORE_BINS, (0.0, 1.0))[0]
     return counts
 
@@ -255,7 +260,7 @@ def _read_paired_fragments(
             raise mismatch
         is_of_pair_file = num_earlier_reads + first_rows < num_reads_of_pair_files
         yield _Fragments(
-            ids=_ids_without_marks(firsts, is_of_pair_file),
+            ids=_fragment_ids(firsts, has_mate, is_of_pair_file),
             lengths=firsts.length + ("|" + mates.length).where(has_mate, ""),
             is_viral=(pairs.fate == "viral").to_numpy(),
             frames=firsts.open_frames,
@@ -287,20 +292,30 @@ def _next_rows(table: Any, count: int) -> pd.DataFrame:
     return rows.reset_index(drop=True)
 
 
-def _ids_without_marks(reads: pd.DataFrame, is_of_pair_file: NDArray[np.bool_]) -> pd.Series:
-    """Return the ids of reads, without `/1` or `/2` where the read comes from a file of pairs.
+def _fragment_ids(
+    firsts: pd.DataFrame, has_mate: NDArray[np.bool_], is_of_pair_file: NDArray[np.bool_]
+) -> pd.Series:
+    """Return the ids of fragments: that of a pair has no `/1`, that of an orphan ends in a word.
 
-    Of a read with the id of an earlier read, the mark stands before the number that tells the two
-    apart: `r7/1.2` becomes `r7.2`.
+    Args:
+        firsts: The first read of each fragment.
+        has_mate: Whether the fragment is a pair.
+        is_of_pair_file: Whether it comes from a file of pairs. The ids of other reads stay.
     """
-    ids = reads.id.to_numpy(dtype=object, copy=True)
-    flags = reads["flags"].tolist()
+    ids = firsts.id.to_numpy(dtype=object, copy=True)
+    flags = firsts["flags"].tolist()
     for row in np.flatnonzero(is_of_pair_file).tolist():
         read_id = ids[row]
+        # Of a read with the id of an earlier read, the mark stands before the number that tells
+        # the two apart: `r7/1.2`.
         original_id = flags[row].partition(_DUPLICATE_FLAG)[2] or read_id
-        if original_id.endswith(_MATE_ENDS):
+        if not original_id.endswith(_MATE_ENDS):
+            continue  # a single read among the pairs of a BAM file
+        if has_mate[row]:
             number_of_copy = read_id[len(original_id) :]
             ids[row] = original_id[:-2] + number_of_copy
+        else:
+            ids[row] = read_id + ORPHAN_END
     return pd.Series(ids, dtype=str)
 
 

@@ -25,8 +25,10 @@ from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.pipeline import predict
+from virnuc_core.reads.samples import SampleRow, write_samples
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.report.exports import export
+from virnuc_core.report.multiqc_names import export_name
 from virnuc_core.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -44,7 +46,16 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models with random weights."""
+    models = tmp_path_factory.mktemp("models") / "models"
+    words = ["models", "init-random", str(models), "--head", str(CHUNK_BASES), "--seed", "5"]
+    assert cli.main(words) == 0
+    return models
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
     """A run of short reads and contigs of up to seven chunks, half of which are viral.
 
     Among them are reads with the same name, and one without an open frame.
@@ -58,9 +69,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records.append(f'>"=quoted"\n{"TAACTAGCTGA" * 60}\n')
     reads = folder / "contigs.fasta"
     reads.write_text("".join(records))
-    models = folder / "models"
-    words = ["models", "init-random", str(models), "--head", str(CHUNK_BASES), "--seed", "5"]
-    assert cli.main(words) == 0
     out_dir = folder / "out"
     spec = RunSpec(reads=(str(reads),), models=models, devices="cpu:1", out=out_dir)
     predict(spec)
@@ -234,6 +242,42 @@ def test_the_report_of_kraken_adds_up_to_the_reads(run: Path, exported: Path) ->
     ]
 
 
+def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, models: Path) -> None:
+    dice = random.Random(8)
+    files = []
+    for mate in (1, 2):
+        records = []
+        for number in range(30):
+            bases = "".join(dice.choices("ACG", k=dice.choice([150, 300, 320])))
+            records.append(f"@r{number}/{mate}\n{bases}\n+\n{'I' * len(bases)}\n")
+        files.append(tmp_path / f"a_R{mate}.fastq")
+        files[-1].write_text("".join(records))
+    first, second = map(str, files)
+    out_dir = tmp_path / "out"
+    spec = RunSpec(mates_1=(first,), mates_2=(second,), models=models, devices="cpu:1", out=out_dir)
+    predict(spec)
+    scores = [float(row["viral_score"]) for row in read_table(out_dir / "pairs.tsv")]
+    predict(spec.model_copy(update={"threshold": float(np.median(scores))}))
+    export(RunDir(out_dir), tmp_path / "export", "lung")
+    pairs = read_table(out_dir / "pairs.tsv")
+    viral_pairs = [pair["id"].removesuffix("/1") for pair in pairs if pair["fate"] == "viral"]
+    rows = read_table(tmp_path / "export" / "lung.kraken2.classifiedreads.txt", KRAKEN_READ_COLUMNS)
+    assert [row["id"] for row in rows] == [f"r{number}" for number in range(30)]
+    assert [row["id"] for row in rows if row["taxon"] == VIRUSES] == viral_pairs
+    assert len(viral_pairs) == 15
+    report = read_table(tmp_path / "export" / "lung.kraken2.report.txt", KRAKEN_REPORT_COLUMNS)
+    assert [row["in_clade"] for row in report] == ["15", "15", "15"]
+    general = json.loads((tmp_path / "export" / "virnuc_general_mqc.json").read_text())
+    assert general["data"]["lung"]["reads"] == 60, "the sections for MultiQC count reads"
+    flip_bit(out_dir / "pairs.tsv")
+    with pytest.raises(InputError, match=r"pairs\.tsv: is not as the run left it"):
+        export(RunDir(out_dir), tmp_path / "again", "lung")
+    (out_dir / "pairs.tsv").unlink()
+    with pytest.raises(ConfigError, match=r"pairs\.tsv: is missing; repeat the command"):
+        export(RunDir(out_dir), tmp_path / "again", "lung")
+    assert not (tmp_path / "again").exists()
+
+
 def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) -> None:
     reads = read_table(run / "reads.tsv")
     sections = {}
@@ -250,10 +294,72 @@ def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) 
     assert sections["general"]["viral_percent"] == pytest.approx(100 * fates["viral"] / len(reads))
 
 
-def test_the_name_of_a_sample_is_no_html_in_multiqc(run: Path, tmp_path: Path) -> None:
-    export(RunDir(run), tmp_path, "a <img src='x'>\x07 lung_1")
-    for path in tmp_path.glob("virnuc_*_mqc.json"):
-        assert list(json.loads(path.read_text())["data"]) == ["a _img src=_x__\ufffd lung_1"]
+@pytest.mark.parametrize("sample", ["a b", "P1 (day 3)", "a <img src='x'>\x07 lung_1", "x/../y"])
+def test_a_sample_has_one_name_in_all_files(run: Path, tmp_path: Path, sample: str) -> None:
+    paths = export(RunDir(run), tmp_path / "out", sample)
+    assert sorted(paths) == sorted((tmp_path / "out").iterdir())
+    names = set()
+    for path in paths:
+        if path.name.endswith("_mqc.json"):
+            names.update(json.loads(path.read_text())["data"])
+        elif path.name != "contigs.tsv":
+            names.add(path.name.partition(".kraken2.")[0])
+    assert names == {export_name(sample)}
+
+
+def test_names_that_multiqc_would_merge_are_warned_of_before_anything_is_written(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = tmp_path / "batch"
+    rows = [SampleRow(sample=name) for name in ("lung", "lung_trimmed", "lung.bam", "gut")]
+    batch.mkdir()
+    write_samples(batch / "samples.tsv", rows)
+    for name in ("lung_trimmed", "gut"):
+        shutil.copytree(run, batch / name)
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "contigs.tsv").write_text("precious")
+    words = ["export", str(batch / "lung_trimmed"), "-o", str(occupied)]
+    assert cli.main(words) == 2, "files are there"
+    (warning,) = caplog.records
+    assert "MultiQC shows it as 'lung', as it does lung, lung.bam" in warning.message
+    caplog.clear()
+    export(RunDir(batch / "gut"), batch / "gut" / "export", "gut")
+    assert caplog.records == []
+
+
+def test_replacing_the_export_of_another_sample_is_warned_of(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(RunDir(run), tmp_path, "lung")
+    caplog.clear()
+    export(RunDir(run), tmp_path, "lung")
+    assert caplog.records == [], "the same sample"
+    with pytest.raises(ConfigError, match="would be overwritten"):
+        export(RunDir(run), tmp_path, "gut", force=False)
+    export(RunDir(run), tmp_path, "gut")
+    messages = [record.message for record in caplog.records]
+    expected = "holds the export of sample lung; those of its files that have the same names"
+    assert [expected in message for message in messages] == [True, True]
+    assert (tmp_path / "lung.kraken2.report.txt").exists(), "this folder is the user's"
+
+
+def test_a_run_has_no_tables_under_a_former_name_in_its_own_folder(
+    run: Path, tmp_path: Path
+) -> None:
+    copied_run = RunDir(Path(shutil.copytree(run, tmp_path / "run")))
+    folder = copied_run.root / "export"
+    export(copied_run, folder, "lung")
+    (folder / "multiqc_report.html").write_text("of the user")
+    paths = export(copied_run, folder, "gut")
+    assert sorted(folder.iterdir()) == sorted([*paths, folder / "multiqc_report.html"])
+    # A link is not followed to the tables of somebody else.
+    other_folder = tmp_path / "other"
+    export(copied_run, other_folder, "lung")
+    shutil.rmtree(folder)
+    folder.symlink_to(other_folder)
+    export(copied_run, folder, "gut")
+    assert (other_folder / "lung.kraken2.report.txt").exists()
 
 
 def test_files_that_are_there_stay_unless_force_is_given(

@@ -202,24 +202,40 @@ def test_the_report_counts_fragments(tmp_path: Path) -> None:
     assert run.counts.reads_by_score.sum() == num_scored, "scores are of reads"
 
 
-def test_reads_without_a_mate_have_a_line_of_their_own(tmp_path: Path) -> None:
-    """Orphans of both files lose our mark; single reads of another file keep their own ids."""
-    first = write_fastq(tmp_path / "a_R1.fq", [f"r{i}" for i in range(20) if i not in (3, 9)])
-    second = write_fastq(tmp_path / "a_R2.fq", [f"r{i}" for i in range(20) if i not in (5, 6)])
-    single = write_fastq(tmp_path / "more.fq", ["s1/1", "s1/2", "s2", "s3/1"])
-    run = Run(
-        tmp_path, mates_1=(first,), mates_2=(second,), reads=(single,), on_error="skip", pairs=True
-    )
-    lines = run.fragments()
-    ids = [line["id"] for line in lines]
-    assert sorted(ids[:20]) == sorted(f"r{i}" for i in range(20))
-    assert ids[20:] == ["s1/1", "s1/2", "s2", "s3/1"]
-    for line in lines:
-        is_pair = line["id"].startswith("r") and line["id"] not in ("r3", "r9", "r5", "r6")
-        assert ("|" in line["length"]) == is_pair
-        assert (" |:| " in line["hits"]) == is_pair
-        assert line["hits"].startswith(f"{line['taxon']}:")
-    assert run.counts.num_fragments == 24
+def test_reads_without_a_mate_do_not_bring_the_files_out_of_step(tmp_path: Path) -> None:
+    """Orphans of both files have a line, but are not found; single reads keep their own ids."""
+    for style in ("slash", "no mark"):
+        folder = tmp_path / style
+        folder.mkdir()
+        first_style, second_style = STYLES[style]
+        first_headers = [first_style.format(i) for i in range(20) if i not in (3, 9)]
+        second_headers = [second_style.format(i) for i in range(20) if i not in (5, 6)]
+        first = write_fastq(folder / "a_R1.fq", first_headers)
+        second = write_fastq(folder / "a_R2.fq", second_headers)
+        single = write_fastq(folder / "more.fq", ["s1/1", "s1/2", "s2", "s3/1"])
+        run = Run(folder, mates_1=(first,), mates_2=(second,), reads=(single,), on_error="skip")
+        lines = run.fragments()
+        orphans = ["r3/2", "r5/1", "r6/1", "r9/2"]
+        names = [f"r{i}" for i in range(20) if i not in (3, 5, 6, 9)]
+        ids = [line["id"] for line in lines]
+        assert sorted(ids[:20]) == sorted(names + [f"{orphan}:orphan" for orphan in orphans])
+        assert ids[20:] == ["s1/1", "s1/2", "s2", "s3/1"]
+        for line in lines:
+            is_pair = line["id"] in names
+            assert ("|" in line["length"]) == is_pair
+            assert (" |:| " in line["hits"]) == is_pair
+            assert line["hits"].startswith(f"{line['taxon']}:")
+        assert (run.counts.num_fragments, run.counts.num_orphans) == (24, 4)
+        viral_names = [name for name in run.viral_ids() if name in names]
+        for taxon, expected_names in ((VIRUSES, viral_names), ("0", without(names, viral_names))):
+            for reads in (first, second):
+                extracted_ids = extracted_by_krakentools(run.reads_table, reads, taxon)
+                assert [name.partition("/")[0] for name in extracted_ids] == expected_names
+
+
+def without(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """Return the names that were not taken, in their order."""
+    return [name for name in names if name not in taken]
 
 
 def test_interleaved_mates_have_one_line_too(tmp_path: Path) -> None:
