@@ -167,6 +167,47 @@ class Estimate(Spec):
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+class DomainRow(Spec):
+    """How a classifier judged the reads of one kind, GC content or length, of one class."""
+
+    name: str = Field(description="the kind, or the range of GC content or length")
+    label: Literal["others", "virus"]
+    genomes: int = Field(ge=0, description="independent genomes; windows of a sequence are one")
+    reads: int = Field(ge=0, description="that have an open frame and were scored")
+    share_with_frame: Share | None = Field(
+        None,
+        description="share of all such reads that have an open frame; "
+        "none: not known, as the GC content of reads without one",
+    )
+    called: Estimate | None = Field(
+        None, description="share called viral: of viruses the recall, of others false positives"
+    )
+    called_of_all: Estimate | None = Field(
+        None, description="the same of all reads, those without an open frame included"
+    )
+
+
+class TrainingDomain(Spec):
+    """What a classifier was tested on: its kinds of reads, and how it judged each."""
+
+    kinds: tuple[DomainRow, ...]
+    gc: tuple[DomainRow, ...] = Field(description="by share of G and C, reads with an open frame")
+    lengths: tuple[DomainRow, ...]
+    gc_ranges: dict[str, tuple[Share, Share]] = Field(
+        description="by class: share of G and C between which nine in ten reads lie"
+    )
+    length_ranges: dict[str, tuple[int, int]] = Field(
+        description="by class: bases between which nine in ten reads lie"
+    )
+    prevalence: Share = Field(description="share of viral reads at which the precision holds")
+    recall_of_all: Estimate | None = Field(
+        None, description="recall over all viral reads, those without an open frame included"
+    )
+    precision_of_all: Estimate | None = Field(
+        None, description="share of viral reads among those called viral"
+    )
+
+
 class HeadCard(Spec):
     """What a trained classifier says about itself.
 
@@ -197,6 +238,9 @@ class HeadCard(Spec):
     )
     uncertain: tuple[Share, Share] | None = Field(
         None, description="viral scores from the first to below the second"
+    )
+    domain: TrainingDomain | None = Field(
+        None, description="how it judged reads of each kind; none: an older card"
     )
 
     @model_validator(mode="after")

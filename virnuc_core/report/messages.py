@@ -9,6 +9,7 @@ from virnuc_core.answer import RANDOM_WEIGHTS
 from virnuc_core.config import Switch
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.bottlenecks import TUNABLE_LOSSES, UNKNOWN_LOSS
+from virnuc_core.report.domain_tables import one_kind_notes
 from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
@@ -234,6 +235,8 @@ def training_message(training: TrainFile) -> str:
     message = f"AUROC of reads: {', '.join(scores)}"
     if min(training.clusters["test"].values()) < MIN_CLUSTERS:
         message += "; the test has too few genomes to tell"
+    for note in one_kind_notes(training.card.domain):
+        message += f"; {note.removesuffix('.')}"
     random_encoders = training.random_encoders
     if len(random_encoders) > 1:
         message += (

@@ -6,6 +6,13 @@ from typing import Final
 
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import Estimate, HeadCard
+from virnuc_core.report.domain_tables import (
+    DomainView,
+    domain_charts,
+    domain_view,
+    one_kind_notes,
+    unstated_kind_notes,
+)
 from virnuc_core.report.render import fill_template
 from virnuc_core.report.text import cell, percent
 from virnuc_core.training.evaluation import Figures, Points
@@ -55,6 +62,8 @@ def training_notes(training: TrainFile) -> list[str]:
             f"All genomes together make {all_clusters} clusters of a class: too few to tell how "
             "good such heads are."
         )
+    notes += one_kind_notes(training.card.domain)
+    notes += unstated_kind_notes(training.card.domain)
     notes += _baseline_notes(training.figures)
     notes += [f"Not run: {what}, {reason}." for what, reason in training.not_run.items()]
     notes += [f"Left out: {count:,} {what}." for what, count in training.left_out.items()]
@@ -128,8 +137,10 @@ AXES: Final = {
 
 
 def training_charts(training: TrainFile) -> list[TrainingChart]:
-    """Return the curves of the head, and the histograms of its scores."""
-    charts = []
+    """Return the shares by kind, GC content and length, the curves, and histograms of scores."""
+    charts = [
+        TrainingChart(chart.title, chart.svg) for chart in domain_charts(training.card.domain)
+    ]
     for name, points in training.curves.items():
         line = _polyline("head", 0, BLUE, points)
         title = f"{name}, {training.figures[0].test_set}"
@@ -255,6 +266,7 @@ class TrainingPage:
     epochs: int
     notes: list[str]
     tables: list[FigureTable]
+    domain: DomainView | None
     charts: list[TrainingChart]
     prevalence: str
     uncertain: str
@@ -281,6 +293,7 @@ def training_page(training: TrainFile) -> str:
         epochs=training.epochs,
         notes=training_notes(training),
         tables=_figure_tables(training.figures),
+        domain=domain_view(card.domain),
         charts=training_charts(training),
         prevalence=str(percent(card.prevalence)),
         uncertain=_uncertain_scores(card, "Uncertain: scores from {low} to below {high}."),
@@ -413,6 +426,7 @@ class ModelCard:
     read_lengths: str
     notes: list[str]
     rows: list[CardRow]
+    domain: DomainView | None
     prevalence: str
     thresholds: list[Threshold]
     uncertain: str
@@ -437,6 +451,7 @@ def model_card(training: TrainFile, *, with_charts: bool) -> str:
         read_lengths=_read_lengths(card),
         notes=training_notes(training),
         rows=[_card_row(line) for line in training.figures if line.level == "read"],
+        domain=domain_view(card.domain),
         prevalence=str(percent(card.prevalence)),
         thresholds=_thresholds(training),
         uncertain=_uncertain_scores(card, "Scores from {low} to below {high} are uncertain."),

@@ -17,7 +17,7 @@ from torch import nn
 import virnuc_core
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import WEIGHTS
-from virnuc_core.encoders.model_config import HeadCard, HeadShape, write_shape
+from virnuc_core.encoders.model_config import HeadCard, HeadShape, TrainingDomain, write_shape
 from virnuc_core.encoders.model_files import write_tensors
 from virnuc_core.lease import make_folder
 from virnuc_core.reads.store import OrfStore
@@ -34,6 +34,7 @@ def make_card(
     spec: TrainSpec,
     scored_reads: pd.DataFrame,
     figures: Figures,
+    domain: TrainingDomain,
     encoder_digests: Mapping[str, str],
 ) -> HeadCard:
     """Return the card of a head: facts on its training data, and how well it classifies.
@@ -46,6 +47,7 @@ def make_card(
         scored_reads: Whole reads of genomes that the head did not learn from, with the columns
             score and label.
         figures: The metrics of these reads at `spec.prevalence`.
+        domain: How the head judged reads of each kind, GC content and length.
         encoder_digests: Digests of the encoders that the head was trained with.
     """
     n_bases = np.asarray(store.read_length)[rows["read"].unique()]  # of each read
@@ -62,6 +64,7 @@ def make_card(
         metrics=metrics,
         thresholds=fdr_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence),
         uncertain=_uncertain_scores(scored_reads),
+        domain=domain,
     )
 
 

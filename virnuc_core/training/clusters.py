@@ -4,6 +4,7 @@ Genomes are compared by their k-mers, of which a sample is kept (MinHash; Ondov 
 Genome Biology 17:132).
 """
 
+import re
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,17 @@ BLOCK_BASES: Final = 1 << 18  # bases whose k-mers are hashed together
 MAX_HASHES: Final = 1 << 22  # k-mers that are compared, about
 
 Indices = NDArray[np.int64]
+
+# Names of windows of a longer sequence. The first form is that of samtools and bedtools. A number
+# alone may count genomes (`virus_0001`), so it is a place only behind an accession with its version
+# or behind a chromosome.
+_WINDOW: Final = re.compile(
+    r"""
+      (?P<named>.+)[:_](?P<start>\d+)-(?P<end>\d+)                      # NC_000022.11:1-20000
+    | (?P<placed>.*[A-Za-z_]\d{3,}\.\d+|chr[0-9A-Za-z]{1,5})[:_]\d+     # chr22_20000
+    """,
+    re.VERBOSE,
+)
 
 _UNKNOWN_CODE: Final = np.uint64(4)
 _CODE_OF_LETTER: Final = np.full(256, _UNKNOWN_CODE)  # 0 to 3, so that A + T = C + G = 3
@@ -68,6 +80,49 @@ def cluster_genomes(
         if len(absent):
             raise InputError(f"no line for genome {join_first(absent)}", file=spec.groups)
         pairs.append(related(np.arange(n_genomes), group_of_genome[genome_names]))
+    return _connected(pairs, n_genomes)
+
+
+def source_sequence(name: str) -> str:
+    """Return the name of the sequence that a genome is a window of, else the name itself.
+
+    `NAME:START-END`, `NAME_START-END`, `NAME:START` and `NAME_START` are windows of `NAME`. In the
+    last two forms `NAME` must be an accession with its version (`NC_000022.11`) or a chromosome
+    (`chr22`).
+    """
+    match = _WINDOW.fullmatch(name)
+    if match is None:
+        return name
+    if match["placed"]:
+        return match["placed"]
+    if int(match["start"]) < int(match["end"]):
+        return match["named"]
+    return name  # no window ends before it begins, so the numbers mean something else
+
+
+def independent_genomes(names: "pd.Series[str]", clusters: Indices) -> Indices:
+    """Number the genomes that are independent of each other.
+
+    Genomes of one cluster, and windows of one sequence, count as one. Windows may be in different
+    sets of a split, but they say as much about other genomes as one genome does.
+
+    Args:
+        names: Name of each genome.
+        clusters: Cluster of each genome, [genomes].
+
+    Returns:
+        The number of each genome, [genomes]; equal for those that count as one.
+    """
+    n_genomes = len(names)
+    pairs = [
+        related(np.arange(n_genomes), clusters),
+        related(np.arange(n_genomes), names.map(source_sequence)),
+    ]
+    return _connected(pairs, n_genomes)
+
+
+def _connected(pairs: list[tuple[Indices, Indices]], n_genomes: int) -> Indices:
+    """Return the cluster of each genome, [genomes]. A chain of pairs is one cluster."""
     first_genomes = np.concatenate([first for first, _ in pairs])
     second_genomes = np.concatenate([second for _, second in pairs])
     # The graph has an edge between the two genomes of each pair, with the weight 1.

@@ -7,7 +7,7 @@ because reads of one genome are not independent.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoders.model_config import Estimate
+from virnuc_core.proportions import wilson_interval
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.runfiles import RunFile
 from virnuc_core.training.truth import VIRUS
@@ -172,12 +173,13 @@ def bootstrap_metrics(
         tables = [tables_by_level[level] for tables_by_level in tables_of_repeats]
         labels = tables[0]["label"]  # the same in each repeat, like the clusters
         cluster_labels = _cluster_labels(tables[0])
+        n_clusters_of_rarer_class = _count_of_rarer_class(cluster_labels)
         draws = bootstrap_draws(cluster_labels, np.random.default_rng(seed))
         natural_prevalence = float(labels.mean())
         for target in (None, prevalence):  # None: do not change the natural prevalence
             samples = _mean_metrics(tables, draws, target)
             metrics = {
-                name: _estimate(values.to_numpy(), cluster_labels)
+                name: _estimate(values.to_numpy(), n_clusters_of_rarer_class)
                 for name, values in samples.items()
             }
             figures.append(
@@ -274,25 +276,98 @@ def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) ->
     return weights
 
 
-def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate | None:
+def _count_of_rarer_class(cluster_labels: "pd.Series[float]") -> int:
+    """Return the number of clusters of the class that has fewer.
+
+    A cluster with both classes has the label 0.5, and counts for both.
+    """
+    n_others = int((cluster_labels < 1).sum())
+    n_virus = int((cluster_labels > 0).sum())
+    return min(n_others, n_virus)
+
+
+def _estimate(samples: Floats, n_clusters: int) -> Estimate | None:
     """Return a metric with its 95 % interval; None if it is not defined.
 
     Args:
         samples: The metric of all rows, then of each bootstrap sample. It is NaN where it is not
             defined; such samples are left out.
-        cluster_labels: Label of each cluster. If a class has a single cluster, the interval is 0
+        n_clusters: Number of clusters, of the class that has fewer. If it is 1, the interval is 0
             to 1, because one cluster says nothing of others.
     """
     if not np.isfinite(samples[0]):
         return None
     known_samples = np.clip(samples[np.isfinite(samples)], 0, 1)  # against rounding errors
-    # A cluster with both classes has the label 0.5, and counts for both.
-    n_others = (cluster_labels < 1).sum()
-    n_virus = (cluster_labels > 0).sum()
     low, high = 0.0, 1.0
-    if min(n_others, n_virus) > 1:
+    if n_clusters > 1:
         low, high = np.quantile(known_samples, INTERVAL).tolist()
     return Estimate(value=known_samples[0], low=low, high=high)
+
+
+def cluster_share(called: Floats, weights: Floats, clusters: Any, seed: int) -> Estimate | None:
+    """Return the share of some reads that was called viral, with its interval.
+
+    The interval comes from the bootstrap over clusters. If all clusters agree, for instance because
+    no read was called, the bootstrap has no width. So the interval is at least as wide as
+    Wilson's for as many independent reads.
+
+    Args:
+        called: How often each read was called viral, 0 to 1, [reads].
+        weights: How many reads each stands for, [reads].
+        clusters: The cluster of each read, [reads].
+        seed: Seed of the bootstrap.
+
+    Returns:
+        The share; None if there are no reads.
+    """
+    if not len(called):
+        return None
+    cluster_of_read, _ = pd.factorize(clusters)
+    weight_of_cluster = np.bincount(cluster_of_read, weights)
+    called_of_cluster = np.bincount(cluster_of_read, weights * called)
+    n_clusters = len(weight_of_cluster)
+    one_label = pd.Series(0.0, index=range(n_clusters))
+    draws = bootstrap_draws(one_label, np.random.default_rng(seed))
+    samples = (draws @ called_of_cluster) / (draws @ weight_of_cluster)
+    estimate = _estimate(samples, n_clusters)
+    if estimate is None:
+        return None
+    narrowest = wilson_interval(estimate.value, len(called))
+    return Estimate(
+        value=estimate.value,
+        low=min(estimate.low, narrowest.low),
+        high=max(estimate.high, narrowest.high),
+    )
+
+
+def cluster_precision(table: pd.DataFrame, prevalence: float, seed: int) -> Estimate | None:
+    """Return the share of viral reads among the reads that are called viral, with its interval.
+
+    Args:
+        table: Reads with the columns label, cluster, called (how often a read was called viral,
+            0 to 1) and weight (how many reads it stands for).
+        prevalence: Share of viral reads that the precision holds for.
+        seed: Seed of the bootstrap over clusters.
+
+    Returns:
+        The precision; None if a class has no reads or no read is called viral.
+    """
+    cluster_of_read, _ = pd.factorize(table["cluster"])
+    cluster_labels = _cluster_labels(table.assign(cluster=cluster_of_read))
+    draws = bootstrap_draws(cluster_labels, np.random.default_rng(seed))
+    shares_called = []  # of others and of viruses, [samples] each
+    for label in range(len(LABELS)):
+        weights = table["weight"].to_numpy() * (table["label"] == label).to_numpy()
+        weight_of_cluster = np.bincount(cluster_of_read, weights)
+        called_of_cluster = np.bincount(cluster_of_read, weights * table["called"].to_numpy())
+        with np.errstate(invalid="ignore"):  # a class without reads has no share
+            shares_called.append((draws @ called_of_cluster) / (draws @ weight_of_cluster))
+    fallout, recall = shares_called
+    right = prevalence * recall
+    wrong = (1 - prevalence) * fallout
+    with np.errstate(invalid="ignore"):  # nothing is called viral
+        samples = right / (right + wrong)
+    return _estimate(samples, _count_of_rarer_class(cluster_labels))
 
 
 def fdr_thresholds(

@@ -118,11 +118,38 @@ def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
     rows = pd.DataFrame(
         {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
     )
-    names = pd.Series(store.read_ids(0, store.n_reads))
-    numbers_of_read = names.str.split("_", expand=True).astype(np.int64)
-    numbers_of_read.columns = pd.Index(["genome", "bases", "start"])
-    id_columns = ["genome", "bases"]
-    rows[id_columns] = numbers_of_read.loc[rows["read"], id_columns].to_numpy()
+    fragments = _read_fragment_names(store)
+    for column in ("genome", "bases"):
+        rows[column] = fragments[column].to_numpy()[rows["read"]]
     for column in ("label", "cluster", KIND):
         rows[column] = genomes[column].to_numpy()[rows["genome"]]
     return rows
+
+
+def closed_fragments(run: RunDir, genomes: pd.DataFrame, length: int) -> pd.DataFrame:
+    """Return the fragments of a length without an open frame.
+
+    Args:
+        run: The run over the fragments.
+        genomes: The genomes of the split, by number.
+        length: Bases of a fragment.
+
+    Returns:
+        The columns read, label, genome, bases and weight, which is 1.
+    """
+    store = OrfStore.open(run.store)
+    fragments = _read_fragment_names(store)
+    fragments["read"] = np.arange(store.n_reads)
+    fragments["label"] = genomes["label"].to_numpy()[fragments["genome"]]
+    fragments["weight"] = 1.0
+    is_open = fragments["read"].isin(np.unique(store.row_read[:]))
+    has_length = fragments["bases"] == length
+    return fragments[has_length & ~is_open]
+
+
+def _read_fragment_names(store: OrfStore) -> pd.DataFrame:
+    """Return what the ids of fragments say: the columns genome, bases and start, by read."""
+    names = pd.Series(store.read_ids(0, store.n_reads))
+    numbers = names.str.split("_", expand=True).astype(np.int64)
+    numbers.columns = pd.Index(["genome", "bases", "start"])
+    return numbers

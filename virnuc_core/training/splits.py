@@ -4,7 +4,7 @@ A classifier is tested on genomes that it has never met. Genomes are therefore c
 similarity, and whole clusters are assigned to the training, validation and test sets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.reads.fingerprint import digests
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import find_second_mates
-from virnuc_core.training.clusters import K, cluster_genomes
+from virnuc_core.training.clusters import K, cluster_genomes, independent_genomes
 from virnuc_core.training.genomes import in_coding_regions
 from virnuc_core.training.truth import (
     KIND,
@@ -46,14 +46,19 @@ class Examples:
         rows: Frames with the columns read, fragment (equal for the two reads of a pair), chunk,
             unique, label, genome (index into `genomes`), sequence (equal for the same DNA on either
             strand), kind (such as `phage`), cluster and side.
-        genomes: By number: genome (the name), label, kind, cluster and side ("" for an unused
-            genome).
+        genomes: By number: genome (the name), label, kind, cluster, source (equal for genomes that
+            count as one, see `independent_genomes`) and side ("" for an unused genome).
         left_out: Number of reads, frames or lines that were left out, by reason.
+        closed_reads: Reads without an open frame, with the columns read, label, genome and weight.
+            If only some of a genome's other reads are used, the weight is their share.
     """
 
     rows: pd.DataFrame
     genomes: pd.DataFrame
     left_out: dict[str, int]
+    closed_reads: pd.DataFrame = field(
+        default_factory=lambda: pd.DataFrame(columns=["read", "label", "genome", "weight"])
+    )
 
 
 def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
@@ -92,6 +97,7 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     _require_one_label(rows, store)
     require_classes(rows.groupby("label")["genome"].nunique(), what=" have open frames")
 
+    open_reads = rows[["read", "genome"]].drop_duplicates()
     cluster_of_genome = cluster_genomes(rows, store, genome_names, spec)
     kind_of_row = genomes[KIND].to_numpy()[rows["genome"]]
     rows = rows.assign(kind=kind_of_row, cluster=cluster_of_genome[rows["genome"]])
@@ -109,11 +115,41 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     require_classes(n_clusters, what=" remain, kin ones counted once")
 
     rows["side"] = _assign_sides(rows, spec)
-    genomes = genomes.assign(cluster=cluster_of_genome, side="")
+    sources = independent_genomes(genomes["genome"], cluster_of_genome)
+    genomes = genomes.assign(cluster=cluster_of_genome, source=sources, side="")
     side_names = rows["side"].map(SIDES.__getitem__)
     genomes.loc[rows["genome"], "side"] = side_names.to_numpy()
     left_out = {reason: count for reason, count in left_out.items() if count}
-    return Examples(rows, genomes, left_out)
+    genome_of_read = genome_names.get_indexer(pd.Index(truth["genome"]))[line_of_read]
+    closed_reads = _closed_reads(genome_of_read, open_reads, rows)
+    closed_reads["label"] = genomes["label"].to_numpy()[closed_reads["genome"]]
+    return Examples(rows, genomes, left_out, closed_reads)
+
+
+def _closed_reads(
+    genome_of_read: NDArray[np.int64], open_reads: pd.DataFrame, rows: pd.DataFrame
+) -> pd.DataFrame:
+    """Return the reads without an open frame, and how many reads each of them stands for.
+
+    If only half of the reads with a frame of a genome are used, half of those without one belong to
+    them. Each then has the weight 0.5.
+
+    Args:
+        genome_of_read: The genome of each read, [reads].
+        open_reads: Reads with an open frame, with the columns read and genome.
+        rows: The frames that are used, with the same columns.
+
+    Returns:
+        The columns read, genome and weight. Genomes of which no read is used are left out.
+    """
+    is_open = np.zeros(len(genome_of_read), bool)
+    is_open[open_reads["read"]] = True
+    reads = np.flatnonzero(~is_open)
+    closed = pd.DataFrame({"read": reads, "genome": genome_of_read[reads]})
+    n_open = open_reads["genome"].value_counts()
+    n_used = rows[["read", "genome"]].drop_duplicates()["genome"].value_counts()
+    closed["weight"] = closed["genome"].map(n_used / n_open)
+    return closed.dropna().reset_index(drop=True)
 
 
 def _labelled_rows(

@@ -21,7 +21,7 @@ from virnuc_core.encoder_names import RANDOM_ORIGIN
 from virnuc_core.encoders.checkpoint import WEIGHTS, shape_of
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.digests import fingerprint, part_digest
-from virnuc_core.encoders.model_config import HeadCard, HeadShape, read_shape
+from virnuc_core.encoders.model_config import HeadCard, HeadShape, TrainingDomain, read_shape
 from virnuc_core.encoders.model_files import write_part
 from virnuc_core.encoders.registry import ENCODER_PARTS, PART_SHAPES
 from virnuc_core.reads.simulate import LABELS
@@ -30,6 +30,7 @@ from virnuc_core.rundir import RESULT_FILES, RunDir, discard
 from virnuc_core.runfiles import RunSummary, now, read, write
 from virnuc_core.training import evaluation
 from virnuc_core.training.card import make_card, write_head
+from virnuc_core.training.domain import describe_domain, judge_reads
 from virnuc_core.training.evaluation import Figures, ScoredRows, by_level
 from virnuc_core.training.familiarity import fit_composition, replace_composition
 from virnuc_core.training.features import Features, load_features
@@ -45,6 +46,7 @@ from virnuc_core.training.fragments import (
     NO_FRAGMENTS,
     NO_GENOMES,
     EvaluationSet,
+    closed_fragments,
     fragments_name,
     read_fragments,
 )
@@ -130,6 +132,7 @@ class Evaluation:
     figures: list[Figures]
     scored_reads: dict[str, pd.DataFrame]  # by test set: reads as the head scored them
     card_test_set: str  # the test set whose figures the head's model card shows
+    domain: TrainingDomain  # how the head judged reads of each kind, of the same test set
 
     @property
     def card_reads(self) -> pd.DataFrame:
@@ -187,7 +190,7 @@ def train_head(
     features = load_features(run, store, examples.rows, shape.width)
     job = TrainingJob(run, store, examples, spec, fragments_run)
     fitted, scorings = _fit_and_score(job, features, shape)
-    head_evaluation = _evaluate(scorings, spec)
+    head_evaluation = _evaluate(scorings, job)
     encoder_digests = fingerprint(models)
     encoder_digests.pop(HEAD_FOLDER)  # the random head says nothing of the new one
     card = make_card(
@@ -196,6 +199,7 @@ def train_head(
         spec,
         head_evaluation.card_reads,
         head_evaluation.card_figures,
+        head_evaluation.domain,
         encoder_digests,
     )
     # Nothing of an earlier head may stand beside the new one.
@@ -252,12 +256,13 @@ def _fit_and_score(
     return fitted.head, scorings
 
 
-def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
+def _evaluate(scorings: Sequence[Scoring], job: TrainingJob) -> Evaluation:
     """Measure how good the scores of each method are on each test set.
 
     Scored reads are kept for the head only, those of the first repeat. The card of the head speaks
     of the cross-validation, or of the final test if there was none.
     """
+    spec = job.spec
     figures = []
     scored_reads = {}
     for scoring in scorings:
@@ -271,7 +276,37 @@ def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
     card_test_set = FINAL_TEST
     if spec.repeats:
         card_test_set = CROSS_VALIDATION
-    return Evaluation(figures, scored_reads, card_test_set)
+    domain = _describe_domain(scorings, card_test_set, job)
+    return Evaluation(figures, scored_reads, card_test_set, domain)
+
+
+def _describe_domain(
+    scorings: Sequence[Scoring], card_test_set: str, job: TrainingJob
+) -> TrainingDomain:
+    """Return how the head judged reads of each kind, GC content and length.
+
+    Args:
+        scorings: The scores of all test sets.
+        card_test_set: The test set that the tables are of. Fragments of the test genomes follow in
+            the table of lengths.
+        job: The reads and their genomes.
+    """
+    genomes = job.examples.genomes
+    scorings_of_head = {
+        scoring.test_set: scoring.repeats for scoring in scorings if scoring.method == HEAD_METHOD
+    }
+    reads = judge_reads(
+        job.store, genomes, scorings_of_head[card_test_set], job.examples.closed_reads
+    )
+    fragments = {}
+    if isinstance(job.fragments_run, RunDir):
+        store = OrfStore.open(job.fragments_run.store)
+        for length in LENGTHS:
+            name = fragments_name(length)
+            if name in scorings_of_head:
+                closed = closed_fragments(job.fragments_run, genomes, length)
+                fragments[name] = judge_reads(store, genomes, scorings_of_head[name], closed)
+    return describe_domain(reads, fragments, job.spec.prevalence, job.spec.seed)
 
 
 def _make_record(
