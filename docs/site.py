@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FUNCTIONS = ("virnuc_core.pipeline.predict", "virnuc_core.telemetry.log.open_frame")
+FUNCTIONS = (
+    "virnuc_core.finished_run.predict",
+    "virnuc_core.finished_run.open_run",
+    "virnuc_core.finished_run.Run",
+    "virnuc_core.telemetry.log.open_frame",
+)
 MODELS = ("RunSpec", "EngineSpec")  # of virnuc_core.config
 
 

@@ -15,25 +15,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 REQUIREMENTS = ROOT / "deployments" / "requirements.txt"
-PINNED = re.compile(r"^([A-Za-z0-9._-]+)==", re.MULTILINE)
+PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
 HEADER = "| package | licence |\n| --- | --- |\n"
 MAX_NAME = 40  # letters; a longer text is the licence itself, not its name
 
 
-def package_names() -> list[str]:
-    """Return the packages of a production machine, sorted by name."""
-    return sorted(set(PINNED.findall(REQUIREMENTS.read_text(encoding="utf-8"))), key=str.lower)
+def pinned_versions() -> dict[str, str]:
+    """Return the version of each package of a production machine, sorted by name."""
+    pins = PINNED.findall(REQUIREMENTS.read_text(encoding="utf-8"))
+    return dict(sorted(pins, key=lambda pin: pin[0].lower()))
 
 
-def stated_licence(name: str) -> str | None:
-    """Return the licence that an installed package states; None if it is not installed.
+def stated_licence(name: str, version: str) -> str | None:
+    """Return the licence that a package states; None if this version of it is not installed.
 
     The SPDX expression comes first, then the short form of the old field, then the classifiers.
     """
     try:
         fields = metadata.metadata(name)
     except metadata.PackageNotFoundError:
+        return None
+    if metadata.version(name).partition("+")[0] != version:
         return None
     expression = fields.get("License-Expression")
     if expression:
@@ -56,8 +59,8 @@ def table(page: str) -> str:
     """Return the rows of all packages, with what the page says of those not installed here."""
     listed = listed_licences(page)
     rows = []
-    for name in package_names():
-        licence = stated_licence(name) or listed.get(name)
+    for name, version in pinned_versions().items():
+        licence = stated_licence(name, version) or listed.get(name)
         if licence is None:
             sys.exit(f"{name} is not installed, and {PAGE} has no line for it: write one")
         rows.append(f"| `{name}` | {licence} |\n")

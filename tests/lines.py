@@ -52,6 +52,7 @@ LAYERS = (
     (
         "baseline",
         "deliveries",
+        "finished_run",
         "inbox",
         "inspection",
         "pipeline",

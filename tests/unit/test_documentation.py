@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.licences import PAGE, listed_licences, package_names, stated_licence
+from tests.licences import PAGE, listed_licences, pinned_versions, stated_licence
 from tests.prose import (
     LONG_SENTENCE,
     MAX_LONG_SHARE,
@@ -66,8 +66,9 @@ def test_a_guide_speaks_to_the_reader(path: Path) -> None:
 
 def test_every_package_of_an_installation_has_its_licence_listed() -> None:
     listed = listed_licences(PAGE.read_text(encoding="utf-8"))
-    assert list(listed) == package_names()
-    stated = {name: stated_licence(name) for name in listed}
+    versions = pinned_versions()
+    assert list(listed) == list(versions)
+    stated = {name: stated_licence(name, version) for name, version in versions.items()}
     installed = {name: licence for name, licence in stated.items() if licence is not None}
     assert len(installed) > 100
     assert {name: listed[name] for name in installed} == installed

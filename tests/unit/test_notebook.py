@@ -16,7 +16,7 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    cell_program = f"{code}\nprint(summary.fates, vectors.shape, len(frames), len(batches))\n"
+    cell_program = f"{code}\nprint(list(run.summary), vectors.shape, len(frames), len(batches))\n"
     process = subprocess.run(
         [sys.executable, "-c", cell_program],
         cwd=tmp_path,

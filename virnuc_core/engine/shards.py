@@ -615,6 +615,33 @@ def read_scores(
     return scores, has_failed
 
 
+def read_embeddings(run: RunDir, sequences: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Read the embeddings of some distinct sequences, shard by shard.
+
+    Args:
+        run: The run directory.
+        sequences: Numbers of the distinct sequences, ascending.
+
+    Returns:
+        The embeddings, float32 [sequences, DNA width + protein width]. A sequence that the engine
+        has left out has NaN.
+
+    Raises:
+        ShardError: The plan or a shard is missing or damaged.
+        UnreadableError: The system cannot read a file.
+    """
+    plan = read_plan(run)
+    embeddings = np.full((len(sequences), _embedding_width(run, plan)), np.nan, np.float32)
+    for shard in range(len(plan)):
+        start, end = plan.range(shard)
+        first, last = np.searchsorted(sequences, (start, end)).tolist()
+        if first == last:
+            continue  # none of the sequences is in this shard
+        rows_of_shard = sequences[first:last] - start
+        embeddings[first:last] = read_shard(run, plan, shard).embeddings[rows_of_shard]
+    return embeddings
+
+
 def scores_as_text(scores: NDArray[np.float32]) -> str:
     """Return the scores of a shard, float32 [n, 2], as a text for a message to the parent."""
     return base64.b64encode(np.ascontiguousarray(scores, "<f4").tobytes()).decode("ascii")

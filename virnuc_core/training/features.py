@@ -57,7 +57,7 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
         ShardError: A shard is missing or damaged.
     """
     uniques, unique_of_row = np.unique(rows["unique"], return_inverse=True)
-    embeddings = _read_embeddings(run, uniques, width)
+    embeddings = torch.from_numpy(shards.read_embeddings(run, uniques))
     four_mers = _four_mer_shares(store, uniques)
     is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]  # [rows]
     kept_rows = np.flatnonzero(is_finite)
@@ -69,25 +69,6 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
         )
     features = Features(rows, embeddings[unique_of_row], four_mers[unique_of_row])
     return features.select(kept_rows)
-
-
-def _read_embeddings(run: RunDir, uniques: NDArray[np.int64], width: int) -> Tensor:
-    """Read the embeddings of distinct sequences from the shards of a run, [uniques, width].
-
-    Args:
-        run: The run. Each of its shards holds the embeddings of consecutive sequences.
-        uniques: Numbers of the sequences, ascending.
-        width: Width of the joined embeddings of both encoders.
-    """
-    plan = shards.read_plan(run)
-    embeddings = torch.full((len(uniques), width), torch.nan)
-    for shard in range(len(plan)):
-        result = shards.read_shard(run, plan, shard)
-        start, end = plan.range(shard)  # the sequences of the shard
-        rows = np.flatnonzero((uniques >= start) & (uniques < end))
-        rows_of_shard = uniques[rows] - start
-        embeddings[rows] = torch.from_numpy(result.embeddings[rows_of_shard])
-    return embeddings
 
 
 def _four_mer_shares(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
