@@ -158,13 +158,22 @@ def rescore(settings: RescoreSettings) -> None:
     say("", f"Results: {settings.out}")
 
 
-def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Flag = False) -> None:
+def export(
+    run: Path,
+    /,
+    *,
+    out: Out | None = None,
+    sample: str = "",
+    framed_only: Flag = False,
+    force: Flag = False,
+) -> None:
     """Write a finished run for other tools: MultiQC, readers of Kraken's tables, and contigs.
 
     Args:
         run: run directory
         out: where to (default: RUN/export)
         sample: its name in all files (default: the run's)
+        framed_only: contigs.tsv: weigh chunks as if those without an open frame did not exist
         force: write over files that are in OUT; those in RUN/export are the run's own
     """
     from virnuc_core.report.exports import OWN_FOLDER
@@ -178,8 +187,10 @@ def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Fla
         sample_name = str(recorded_name or run.resolve().name)
     if out is None:
         # All files in this folder are ours, so they may be replaced without `--force`.
-        paths = write_exports(run_dir, run / OWN_FOLDER, sample_name, force=True)
+        paths = write_exports(
+            run_dir, run / OWN_FOLDER, sample_name, force=True, framed_only=framed_only
+        )
     else:
-        paths = write_exports(run_dir, out, sample_name, force=force)
+        paths = write_exports(run_dir, out, sample_name, force=force, framed_only=framed_only)
     for path in paths:
         print(path)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from virnuc_core import consensus
-from virnuc_core.report.exports import _chunk_votes, _contig_votes
+from virnuc_core.report.contigs import _chunk_votes, _contig_votes
 from virnuc_core.report.result_tables import derive_consensus
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir

@@ -5,29 +5,21 @@ These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import pandas as pd
-from numpy.typing import NDArray
-
-from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
-from virnuc_core.engine.shards import read_scores, require_kept_shards, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
-from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import WRITE_AGAIN
-from virnuc_core.reads.translate import chunk
+from virnuc_core.report.contigs import write_contigs
 from virnuc_core.report.kraken import (
     ORPHAN_END,
     SCORE_BINS,
     FragmentCounts,
     ResultTables,
-    append_rows,
     write_kraken_reads,
     write_kraken_report,
 )
@@ -39,25 +31,13 @@ from virnuc_core.report.multiqc_names import (
     samples_beside,
 )
 from virnuc_core.report.text import one_line
-from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
+from virnuc_core.rundir import RunDir, require_absent, write_text_atomically
 from virnuc_core.runfiles import FileDigest, RunSummary, read_record
 from virnuc_core.safe_files import remove_file
 from virnuc_core.system_errors import is_real_folder, path_exists
 
 log = logging.getLogger(__name__)
 
-PIECE_READS: Final = 65_536  # reads that are held in memory together
-CONTIG_COLUMNS: Final = (
-    "id",
-    "length",
-    "chunks",
-    "scored_chunks",
-    "viral_chunks",
-    "scored_bases",
-    "viral_bases",
-    "viral_score",
-    "label",
-)
 # The names that nf-core gives to Kraken's two tables, behind the name of the sample
 KRAKEN_ENDINGS: Final = (".kraken2.classifiedreads.txt", ".kraken2.report.txt")
 OWN_FOLDER: Final = "export"  # of a run; all files in it are those of its export
@@ -79,7 +59,9 @@ class ExportFiles:
         return (self.contigs, self.kraken_reads, self.kraken_report, *self.multiqc.values())
 
 
-def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[Path, ...]:
+def export(
+    run: RunDir, out: Path, sample: str, *, force: bool = True, framed_only: bool = False
+) -> tuple[Path, ...]:
     """Write the results of a finished run in formats of other tools.
 
     The files are `virnuc_*_mqc.json` for MultiQC, the two tables of Kraken with the names that
@@ -90,6 +72,8 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
         out: The folder to write to.
         sample: The name of the sample. All files use it as `export_name` writes it.
         force: Write over existing files.
+        framed_only: In `contigs.tsv`, weigh the chunks as if those without an open frame did not
+            exist (see `contigs`).
 
     Returns:
         The files.
@@ -135,7 +119,7 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
         content = section | {"data": {name: data[section_name]}}
         write_text_atomically(files.multiqc[section_name], json.dumps(content, indent=1) + "\n")
     threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
-    _write_contigs(run, files.contigs, threshold)
+    write_contigs(run, files.contigs, threshold, framed_only=framed_only)
     return files.all
 
 
@@ -236,139 +220,3 @@ def _multiqc_data(summary: RunSummary, counts: FragmentCounts) -> dict[str, Mapp
         middle_of_bin = (place + 0.5) / SCORE_BINS
         reads_by_score[middle_of_bin] = count
     return {"general": general, "fates": summary.fates, "scores": reads_by_score}
-
-
-# --- Contigs --------------------------------------------------------------------------------------
-
-
-def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
-    """Write `contigs.tsv`: one line per read of several chunks, with the vote of its chunks.
-
-    In the vote, a chunk counts with its own bases: those that the next chunk does not contain.
-
-    Args:
-        run: The run directory, with its store and all shards.
-        path: The file to write.
-        threshold: The score from which a read is a virus.
-    """
-    record = read_record(run)
-    require_kept_shards(run, record)
-    store = store_of(run, record)
-    scores, has_failed = read_scores(run)
-    with atomic_file(path) as table:
-        table.write_text("\t".join(CONTIG_COLUMNS) + "\n")
-        for reads in _pieces(store.n_reads):
-            frames = _frame_scores(store, reads, scores, has_failed)
-            chunks = _chunk_votes(frames)
-            lengths = np.asarray(store.read_length[reads], np.int64)
-            num_chunks = np.asarray(store.read_chunks[reads], np.int64)
-            own_bases = _own_bases(lengths, num_chunks, store.model_length)
-            first_chunks = np.cumsum(num_chunks) - num_chunks  # place of each read's first chunk
-            # `own_bases` has an entry for every chunk, `chunks` only for those with open frames.
-            chunks["bases"] = own_bases[first_chunks[chunks.read] + chunks.chunk]
-            is_contig = num_chunks > 1
-            votes = _contig_votes(chunks, len(lengths), threshold)[is_contig]
-            names = np.array(store.read_ids(reads.start, reads.stop), dtype=object)
-            append_rows(
-                table,
-                names[is_contig],
-                lengths[is_contig],
-                num_chunks[is_contig],
-                *(votes[column] for column in CONTIG_COLUMNS[3:]),  # the first three are above
-            )
-
-
-def _pieces(num_reads: int) -> Iterator[slice]:
-    """Yield the ranges of reads that are held in memory together."""
-    for first in range(0, num_reads, PIECE_READS):
-        yield slice(first, min(first + PIECE_READS, num_reads))
-
-
-def _frame_scores(
-    store: OrfStore, reads: slice, scores: NDArray[np.float32], has_failed: NDArray[np.bool_]
-) -> pd.DataFrame:
-    """Return a table of the open frames of some reads.
-
-    Its columns are the read (counted from 0 within the range), the chunk, both scores, and whether
-    the frame could not be embedded.
-
-    Args:
-        store: The store of open frames.
-        reads: The range of reads.
-        scores: Scores of the distinct sequences, [n, 2] with others first.
-        has_failed: Which distinct sequences have no score, [n].
-    """
-    first_row, end_row = np.searchsorted(store.row_read, (reads.start, reads.stop))
-    rows = slice(first_row, end_row)
-    unique = np.asarray(store.row_unique[rows])
-    frame_scores = scores[unique].astype(np.float64)
-    frames = pd.DataFrame(frame_scores, columns=["others", "virus"])
-    frames["read"] = np.asarray(store.row_read[rows]) - reads.start
-    frames["chunk"] = np.asarray(store.row_chunk[rows])
-    frames["has_failed"] = has_failed[unique]
-    return frames
-
-
-def _own_bases(
-    lengths: NDArray[np.int64], num_chunks: NDArray[np.int64], model_length: int
-) -> NDArray[np.int64]:
-    """Return the number of bases of each chunk that the next chunk does not contain.
-
-    Neighbouring chunks overlap. These numbers add up to the length of the read.
-    """
-    chunks = chunk(lengths, model_length)
-    is_followed = np.diff(chunks.read, append=-1) == 0  # by a chunk of the same read
-    next_starts = np.roll(chunks.start, -1)
-    ends = np.where(is_followed, next_starts, chunks.end)
-    return ends - chunks.start
-
-
-def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of chunks: the highest scores of their frames, and whether a frame failed."""
-    by_chunk = frames.groupby(["read", "chunk"])
-    chunks = by_chunk[["has_failed"]].max().reset_index()
-    frame_scores = frames[["others", "virus"]].to_numpy()
-    chunk_of_frame = np.asarray(by_chunk.ngroup(), np.int64)  # the row of `chunks` for each frame
-    tops = consensus.top_scores_by_chunk(frame_scores, chunk_of_frame)
-    chunks["others"] = tops[:, 0]
-    chunks["virus"] = tops[:, 1]
-    return chunks
-
-
-def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.DataFrame:
-    """Return the result of each read: the vote of its chunks, weighted by bases (see `consensus`).
-
-    A chunk whose frames all failed has no score. A read with a failed frame gets no label.
-
-    Args:
-        chunks: Columns `read`, `others`, `virus`, `bases` and `has_failed` of each chunk.
-        num_reads: The number of reads, which are counted from 0.
-        threshold: The score from which a read is a virus.
-
-    Returns:
-        The columns of `contigs.tsv` that follow `chunks`, a row for each read.
-    """
-    is_scored = chunks.virus.notna()
-    is_viral = consensus.is_viral_chunk(chunks.others.to_numpy(), chunks.virus.to_numpy())
-    scored_bases = chunks.bases * is_scored
-    votes = pd.DataFrame({"read": chunks.read, "has_failed": chunks.has_failed})
-    votes["scored_chunks"] = is_scored.astype(np.int64)
-    votes["viral_chunks"] = is_viral.astype(np.int64)
-    votes["scored_bases"] = scored_bases
-    votes["viral_bases"] = scored_bases * is_viral
-
-    sums = votes.groupby("read").sum()
-    sums = sums.reindex(range(num_reads), fill_value=0)  # reads without an open frame
-    margins = (chunks.virus - chunks.others)[is_scored]
-    mean_margins = consensus.mean_margins(
-        margins.to_numpy(),
-        chunks.read[is_scored].to_numpy(),
-        num_reads,
-        weights=scored_bases[is_scored].to_numpy(),
-    )
-    scores = consensus.viral_scores(mean_margins)
-    has_vote = (sums.scored_chunks > 0) & (sums.has_failed == 0)
-    sums["viral_score"] = pd.Series(scores, sums.index).where(has_vote)
-    sums["label"] = np.where(consensus.is_viral(scores, threshold), "virus", "others")
-    sums.loc[~has_vote, "label"] = ""
-    return sums

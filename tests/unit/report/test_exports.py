@@ -168,11 +168,33 @@ def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path) -> None:
             assert row["label"] == ("virus" if score >= threshold else "others")
 
 
+def test_the_share_of_chunks_with_a_frame_is_shown_with_either_weights(
+    run: Path, tmp_path: Path
+) -> None:
+    """No row of this run has failed, so the scored chunks are those with an open frame."""
+    assert cli.main(["export", str(run), "-o", str(tmp_path / "all")]) == 0
+    words = ["export", str(run), "-o", str(tmp_path / "framed"), "--framed-only"]
+    assert cli.main(words) == 0
+    by_all = read_table(tmp_path / "all" / "contigs.tsv")
+    by_framed = read_table(tmp_path / "framed" / "contigs.tsv")
+    assert documented(tmp_path / "framed" / "contigs.tsv") == len(by_all)
+    n_other_weights = 0
+    for row, framed_row in zip(by_all, by_framed, strict=True):
+        share = int(row["scored_chunks"]) / int(row["chunks"])
+        assert float(row["framed_share"]) == pytest.approx(share, abs=0.00005)
+        assert (row["weights"], framed_row["weights"]) == ("all_chunks", "framed_chunks")
+        for column in ("id", "length", "chunks", "scored_chunks", "viral_chunks", "framed_share"):
+            assert row[column] == framed_row[column]
+        assert int(framed_row["scored_bases"]) >= int(row["scored_bases"])
+        n_other_weights += row["scored_bases"] != framed_row["scored_bases"]
+    assert n_other_weights > 0
+
+
 def test_files_do_not_depend_on_how_many_reads_are_held_in_memory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(RunDir(run), tmp_path / "whole", "lung")
-    monkeypatch.setattr("virnuc_core.report.exports.PIECE_READS", 3)
+    monkeypatch.setattr("virnuc_core.report.contigs.PIECE_READS", 3)
     monkeypatch.setattr("virnuc_core.report.kraken.PIECE_FRAGMENTS", 3)
     export(RunDir(run), tmp_path / "pieces", "lung")
     for name in ("contigs.tsv", "lung.kraken2.classifiedreads.txt", "virnuc_scores_mqc.json"):
@@ -185,7 +207,7 @@ def test_a_contig_with_a_failed_row_has_no_vote(
     scores, has_failed = shards.read_scores(RunDir(run))
     has_failed[::3] = True
     scores[::3] = np.nan
-    monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, has_failed))
+    monkeypatch.setattr("virnuc_core.report.contigs.read_scores", lambda _: (scores, has_failed))
     export(RunDir(run), tmp_path, "x")
     rows = read_table(tmp_path / "contigs.tsv")
     assert any(row["label"] == "" and row["scored_chunks"] != "0" for row in rows)
@@ -198,7 +220,7 @@ def test_contigs_of_which_every_row_failed_have_nothing_scored(
     scores, has_failed = shards.read_scores(RunDir(run))
     has_failed[:] = True
     scores[:] = np.nan
-    monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, has_failed))
+    monkeypatch.setattr("virnuc_core.report.contigs.read_scores", lambda _: (scores, has_failed))
     export(RunDir(run), tmp_path, "x")
     for row in read_table(tmp_path / "contigs.tsv"):
         for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases"):
