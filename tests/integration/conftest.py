@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sqlite3
 import threading
 import warnings
@@ -30,7 +29,7 @@ from virnuc.flows.prefect_flows.predict import predict
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
-from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for
+from .processes import PATIENCE_S, PREFECT, background, own_server, reserved_port, wait_for
 from .recording_proxy import Proxy
 from .running_command import SIZES, results_digest
 
@@ -108,14 +107,27 @@ def child_environment(
     }
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which nobody listens, for a server that the test starts or does not start."""
+    with reserved_port() as number:
+        yield number
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator[dict[str, str]]:
+def server_port() -> Iterator[int]:
+    """The port of `server`."""
+    with reserved_port() as number:
+        yield number
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, database: Path, server_port: int
+) -> Iterator[dict[str, str]]:
     """A server as a team has it, with its services; yields the environment of processes that talk to it."""
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/api"
+    url = f"http://127.0.0.1:{server_port}/api"
     environment = {
         **own_server(folder, database),
         "PREFECT_API_URL": url,
@@ -125,7 +137,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
-    start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
+    start = (*PREFECT, "server", "start", "--port", str(server_port), "--no-ui")
     with background(start, environment | own, folder / "server.log") as process:
         wait_for(lambda: answers(f"{url}/health"), "the server")
         with temporary_settings(updates={PREFECT_API_URL: url}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.process_lookup import family_of, has_ended, kill_all
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
@@ -36,9 +39,20 @@ def committed(out: Path) -> int:
 
 def gone(processes: list[psutil.Process]) -> bool:
     """Whether none of them runs; a zombie waiting for its parent is gone."""
-    return not any(
-        p.is_running() and p.status() not in (psutil.STATUS_ZOMBIE, "dead") for p in processes
-    )
+    return all(has_ended(process) for process in processes)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that nobody else gets meanwhile.
+
+    The socket here is bound and never listens, so that connections are refused until a server
+    listens at the port. asyncio's servers and PostgreSQL can, since they reuse addresses.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def files_with(secret: str, *folders: Path) -> list[str]:
@@ -80,10 +94,5 @@ def background(
         yield process
     finally:
         if process.poll() is None:
-            for one in [
-                *psutil.Process(process.pid).children(recursive=True),
-                psutil.Process(process.pid),
-            ]:
-                if one.is_running():
-                    one.kill()
+            kill_all(family_of(process.pid))
         process.wait(PATIENCE_S)

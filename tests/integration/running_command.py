@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.process_lookup import command_line, family_of, kill_all, running_with
+
 from .flow_runs import RESULTS
 from .processes import PATIENCE_S, VIRNUC, background, committed, gone, wait_for
 
@@ -39,15 +41,15 @@ class RunningCommand:
 
     def commands(self) -> str:
         """Return the command lines of the family, one per line."""
-        return "\n".join(" ".join(process.cmdline()) for process in self.family)
+        return "\n".join(" ".join(command_line(process)) for process in self.family)
 
     def worker(self) -> psutil.Process:
         """Return the first worker process of the run."""
-        return next(process for process in self.family if WORKER in process.cmdline())
+        return running_with(WORKER, self.family)[0]
 
     def server(self) -> psutil.Process:
         """Return the temporary Prefect server of the run."""
-        return next(process for process in self.family if SERVER in " ".join(process.cmdline()))
+        return running_with(SERVER, self.family)[0]
 
     def ends(self) -> int:
         """Wait until neither the command nor anything it started runs; return its exit code."""
@@ -76,14 +78,11 @@ def running(
     with background(command, environment, log) as process:
         wait_for(lambda: committed(out_dir) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, log.read_text()
-        parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]
+        family = family_of(process.pid)
         try:
             yield RunningCommand(process, family, out_dir, log)
         finally:
-            for member in family:
-                if member.is_running():
-                    member.kill()
+            kill_all(family)
 
 
 def results_digest(out: Path) -> str:

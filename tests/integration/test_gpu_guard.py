@@ -28,7 +28,7 @@ from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
-from .processes import PATIENCE_S, ROOT, wait_for
+from .processes import PATIENCE_S, ROOT, gone, wait_for
 
 pytestmark = pytest.mark.slow
 GPU = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
@@ -147,10 +147,7 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             assert slots_taken() == 1
             os.kill(first_run.pid, signal.SIGKILL)
             killed_at = time.time()
-            wait_for(
-                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE,
-                "its worker to end",
-            )
+            wait_for(lambda: gone([worker]), "its worker to end")
             os.close(
                 lock_device(GPU.id, 5.0)
             )  # free as soon as its last thread is gone; the slot, when its lease is over

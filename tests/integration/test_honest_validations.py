@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from tests.process_lookup import family_of, kill_all, running_with
 from virnuc.flows.cli import main
 from virnuc.flows.prefect_flows.scale import scale
 from virnuc.flows.prefect_flows.validate import validate
@@ -297,11 +297,8 @@ def test_a_killed_validation_that_was_started_again_is_silent(
         run = out / "devices-1"
         wait_for(lambda: committed(run) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, (tmp_path / "log").read_text()
-        for member in (
-            psutil.Process(process.pid),
-            *psutil.Process(process.pid).children(recursive=True),
-        ):
-            member.kill()
+        kill_all(family_of(process.pid))
+        process.wait(PATIENCE_S)
     ended = subprocess.run(
         command,
         env=child_environment,
@@ -324,9 +321,9 @@ def test_a_run_whose_worker_died_is_silent(
     with background((*VIRNUC, *map(str, words)), child_environment, tmp_path / "log") as process:
         run = out / "devices-1"
         wait_for(lambda: committed(run) >= 2 or process.poll() is not None, "two shards")
-        family = psutil.Process(process.pid).children(recursive=True)
-        workers = [member for member in family if "virnuc_core.engine.worker" in member.cmdline()]
-        workers[0].kill()
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        workers = running_with("virnuc_core.engine.worker", family_of(process.pid))
+        kill_all(workers[:1])
         process.wait(PATIENCE_S)
     assert json.loads((run / "summary.json").read_text())["restarts"] == 1
     assert_silent(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from prefect.client.orchestration import get_client
 from prefect.context import SyncClientContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.process_lookup import family_of, kill_all, running_with
 from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
 from virnuc.flows.prefect_flows.predict import predict
@@ -53,12 +53,6 @@ def not_a_folder(home: Path) -> None:
 def not_a_database(home: Path) -> None:
     home.mkdir()
     (home / "prefect.db").write_text("no tables")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow
@@ -106,12 +100,8 @@ def test_a_prediction_goes_on_if_its_server_is_lost_while_it_starts(
     )
     log = tmp_path / "log"
     with background((*VIRNUC, *words), own_server(tmp_path / "prefect", database), log) as process:
-        children = psutil.Process(process.pid).children
-        strike(
-            wait_for(
-                lambda: [one for one in children() if SERVER in " ".join(one.cmdline())], "a server"
-            )[0]
-        )
+        servers = wait_for(lambda: running_with(SERVER, family_of(process.pid)), "a server")
+        strike(servers[0])
         assert process.wait(PATIENCE_S) == 0
     output = log.read_text()
     assert output.count(f"{RUNS_ALONE}: Prefect's own server does not start") == 1
@@ -176,21 +166,12 @@ def test_a_terminated_run_ends_in_ten_seconds_while_its_server_hangs(
 
 @pytest.mark.slow
 def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
-    tmp_path: Path, many_reads: Path, models: Path, database: Path
+    tmp_path: Path, many_reads: Path, models: Path, database: Path, port: int
 ) -> None:
     """The worker sends SIGTERM, and waits half a minute before it kills."""
-    url, environment = (
-        f"http://127.0.0.1:{free_port()}/api",
-        own_server(tmp_path / "prefect", database),
-    )
-    start = (
-        *PREFECT,
-        "server",
-        "start",
-        "--port",
-        url.rpartition(":")[2].removesuffix("/api"),
-        "--no-ui",
-    )
+    environment = own_server(tmp_path / "prefect", database)
+    url = f"http://127.0.0.1:{port}/api"
+    start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
     arguments = {
         "reads": [str(many_reads)],
         "out": str(tmp_path / "run"),
@@ -215,15 +196,9 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
             wait_for(
                 lambda: committed(tmp_path / "run") >= 2 or process.poll() is not None, "two shards"
             )
-            family = [
-                psutil.Process(process.pid),
-                *psutil.Process(process.pid).children(recursive=True),
-            ]
-            for one in [
-                psutil.Process(server.pid),
-                *psutil.Process(server.pid).children(recursive=True),
-            ]:
-                one.suspend()
+            family = family_of(process.pid)
+            for member in family_of(server.pid):
+                member.suspend()
             began_s = time.monotonic()
             process.terminate()
             assert process.wait(PATIENCE_S) != 0
@@ -244,9 +219,9 @@ def test_a_run_without_prefect_is_ended_in_order(
 
 @pytest.mark.slow
 def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_end(
-    tmp_path: Path, many_reads: Path, models: Path, database: Path
+    tmp_path: Path, many_reads: Path, models: Path, database: Path, port: int
 ) -> None:
-    port, environment = free_port(), own_server(tmp_path / "prefect", database)
+    environment = own_server(tmp_path / "prefect", database)
     url = f"http://127.0.0.1:{port}/api"
     start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
     server_environment = {
@@ -257,11 +232,8 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
     with background(start, server_environment, tmp_path / "server.log") as first_server:
         wait_for(lambda: answers(f"{url}/health"), "the server")
         with running(tmp_path, many_reads, models, server_environment) as run:
-            for process in [
-                *psutil.Process(first_server.pid).children(recursive=True),
-                psutil.Process(first_server.pid),
-            ]:
-                process.kill()
+            kill_all(family_of(first_server.pid))
+            first_server.wait(PATIENCE_S)
             wait_for(lambda: TOLD in run.log.read_text(), "the run to notice")
             run.worker().suspend()  # lest the run ends before the server is there
             with background(start, server_environment, tmp_path / "server.log"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
+
+from tests.process_lookup import family_of, kill_all
+
+from .processes import reserved_port
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 pytestmark = [
@@ -26,12 +28,6 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -53,16 +49,20 @@ def background(command: list[str], log: Path, **options: Any) -> Iterator[subpro
     try:
         yield process
     finally:
-        for one in (
-            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ()
-        ):
-            one.kill()
-        process.kill()
+        if process.poll() is None:
+            kill_all(family_of(process.pid))
         process.wait(10)
 
 
 @pytest.fixture
-def database() -> Iterator[str]:
+def database_port() -> Iterator[int]:
+    """The port of PostgreSQL; that of Prefect's server is `port`."""
+    with reserved_port() as number:
+        yield number
+
+
+@pytest.fixture
+def database(database_port: int) -> Iterator[str]:
     """Address of an empty database on loopback."""
     programs = PROGRAMS[-1].parent
     # PostgreSQL refuses to run as root, and its user must be able to reach the folder
@@ -72,7 +72,6 @@ def database() -> Iterator[str]:
     if os.getuid() == 0:
         shutil.chown(folder, "postgres", "postgres")
         options = {"user": "postgres", "group": "postgres", "extra_groups": [], "cwd": folder}
-    port = free_port()
     try:
         subprocess.run(
             [str(programs / "initdb"), "-D", str(folder / "data"), "-U", "virnuc", "-A", "trust"],
@@ -85,7 +84,7 @@ def database() -> Iterator[str]:
             "-D",
             str(folder / "data"),
             "-p",
-            str(port),
+            str(database_port),
             "-k",
             str(folder),
         ]
@@ -94,29 +93,28 @@ def database() -> Iterator[str]:
             Path(f"/tmp/virnuc-postgres-{os.getpid()}.log"),
             **options,
         ):
-            ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
+            ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(database_port)]
             wait_for(lambda: succeeds(*ready), 30, "PostgreSQL")
             commands = [
                 str(programs / "createdb"),
                 "-h",
                 "127.0.0.1",
                 "-p",
-                str(port),
+                str(database_port),
                 "-U",
                 "virnuc",
                 "prefect",
             ]
             subprocess.run(commands, check=True, capture_output=True)
-            yield f"postgresql+asyncpg://virnuc@127.0.0.1:{port}/prefect"
+            yield f"postgresql+asyncpg://virnuc@127.0.0.1:{database_port}/prefect"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         Path(f"/tmp/virnuc-postgres-{os.getpid()}.log").unlink(missing_ok=True)
 
 
 def test_a_flow_survives_a_restart_of_the_server(
-    database: str, tmp_path: Path, many_reads: Path, models: Path
+    database: str, tmp_path: Path, many_reads: Path, models: Path, port: int
 ) -> None:
-    port = free_port()
     api = f"http://127.0.0.1:{port}/api"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.process_lookup import family_of, running_with
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
 
@@ -43,8 +44,7 @@ def begun(
 
 def worker_of(command: subprocess.Popen[bytes]) -> psutil.Process | None:
     assert command.poll() is None, "it ended before it had a worker"
-    children = psutil.Process(command.pid).children()
-    return next((process for process in children if WORKER in process.cmdline()), None)
+    return next(iter(running_with(WORKER, family_of(command.pid))), None)
 
 
 @pytest.mark.parametrize(

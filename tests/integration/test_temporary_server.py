@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from prefect.client.schemas.objects import State
 from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
+from tests.process_lookup import family_of, running_with
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
 from virnuc.flows.settings.predict import PredictSettings
@@ -160,9 +160,9 @@ def evidence(
     with background(command, environment, log) as process:
         wait_for(lambda: committed(out_dir) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, log.read_text()
-        family = psutil.Process(process.pid).children(recursive=True)
-        server = next(child for child in family if SERVER in " ".join(child.cmdline()))
-        worker = next(child for child in family if "virnuc_core.engine.worker" in child.cmdline())
+        family = family_of(process.pid)
+        server = running_with(SERVER, family)[0]
+        worker = running_with("virnuc_core.engine.worker", family)[0]
         worker.suspend()
         port = next(
             door.laddr.port
@@ -401,11 +401,8 @@ def test_no_module_that_a_server_names_is_imported(
 
 
 def test_a_server_that_the_user_named_is_used_with_his_own_settings(
-    tmp_path: Path, few_reads: Path, models: Path, database: Path
+    tmp_path: Path, few_reads: Path, models: Path, database: Path, port: int
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
     environment = own_server(tmp_path / "prefect", database) | {
         "PREFECT_API_URL": url,

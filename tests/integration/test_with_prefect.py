@@ -6,7 +6,6 @@ import contextvars
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +27,11 @@ from prefect.context import FlowRunContext
 from prefect.flow_engine import run_flow as prefect_runs
 from prefect.input import RunInput
 from prefect.logging.loggers import flow_run_logger
-from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    temporary_settings,
+)
 from prefect.states import Cancelled, Paused, Running
 
 from virnuc.flows.approval import wait_for_approval
@@ -519,21 +522,13 @@ def test_an_answer_to_a_run_whose_process_has_ended_is_refused(
         client.delete_flow_run(run.id)
 
 
-def test_approve_at_a_closed_port_is_one_line() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/api"
-        environment = {**os.environ, "PREFECT_API_URL": url}
-        program = "import sys; from virnuc.flows.cli.app import main; sys.exit(main(sys.argv[1:]))"
-        outcome = subprocess.run(
-            [sys.executable, "-c", program, "approve", "night", "--no"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert outcome.returncode == 1
-    (line,) = outcome.stderr.splitlines()
+def test_approve_at_a_closed_port_is_one_line(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{port}/api"
+    with temporary_settings(updates={PREFECT_API_URL: url}):
+        assert main(["approve", "night", "--no"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"virnuc: nothing answers at {url}: start the Prefect server there")
 
 

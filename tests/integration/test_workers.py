@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
+from tests.process_lookup import running_with
 from virnuc.flows.cli.doctor_server import check_scheduler
 
 from .deployment_runs import read, start, state_name, succeed
@@ -48,11 +49,10 @@ def cancel_and_finish(
     )
     assert state_name(flow_run) == "Running", log.read_text()
     family = psutil.Process(process.pid).children(recursive=True)
-    assert any("virnuc_core.engine.worker" in one.cmdline() for one in family)
+    assert running_with("virnuc_core.engine.worker", family)
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run, Cancelling())
-    ours = [one for one in family if one.is_running()]
-    engine = [one for one in ours if "virnuc_core" in " ".join(one.cmdline())]
+    engine = running_with("virnuc_core", family)
     wait_for(lambda: gone(engine), "the run's processes to end")
     wait_for(lambda: state_name(flow_run) == "Cancelled", "the state Cancelled")
     shards_before = committed(out_dir)

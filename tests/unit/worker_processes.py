@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.process_lookup import kill_all, running_with
 from virnuc_core.reads.workers import Workers
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    processes = []
-    for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # a short-lived one of some import, gone by now
-            if "reads.workers" in " ".join(child.cmdline()):
-                processes.append(child)
-    return processes
+    """Return the worker processes of a process, without those that have ended."""
+    return running_with("reads.workers", psutil.Process(pid).children())
 
 
 def kill_when_asked(patch: pytest.MonkeyPatch) -> None:
@@ -27,8 +23,7 @@ def kill_when_asked(patch: pytest.MonkeyPatch) -> None:
 
     def submit_and_kill(self: Workers, *job: Any) -> Any:
         answer = submit(self, *job)
-        for member in workers_of(os.getpid()):
-            member.kill()
+        kill_all(workers_of(os.getpid()))
         return answer
 
     patch.setattr(Workers, "_submit", submit_and_kill)

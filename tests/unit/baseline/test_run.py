@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.process_lookup import running_with
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.networks import embed_rows, load_network
 from virnuc_core.baseline.run import load_rows, run_baseline
@@ -52,12 +53,9 @@ def predictions(run: RunDir) -> dict[str, tuple[float, float]]:
 
 
 def children() -> list[psutil.Process]:
-    process_ids = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
-            if "virnuc_core.baseline.worker" in child.cmdline():
-                process_ids.append(child)
-    return process_ids
+    """Return the workers of baselines among the descendants of this process."""
+    descendants = psutil.Process().children(recursive=True)
+    return running_with("virnuc_core.baseline.worker", descendants)
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.process_lookup import command_line
 from virnuc_core import pipeline, system_errors
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
 from virnuc_core.engine import embedding, shards
@@ -71,19 +70,9 @@ def running_workers() -> list[psutil.Process]:
     """
     workers = []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
-            if any(word.startswith("virnuc_core.") for word in _command_line(child)):
-                workers.append(child)
+        if any(word.startswith("virnuc_core.") for word in command_line(child)):
+            workers.append(child)
     return workers
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    """Return a process's command line, which is empty while its program is being loaded."""
-    while True:
-        words: list[str] = process.cmdline()
-        if words or process.status() == psutil.STATUS_ZOMBIE:
-            return words
-        time.sleep(0.01)
 
 
 def no_workers_left() -> bool:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from tests.process_lookup import running_with
 from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, Precision
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.quantise import quantise
@@ -246,13 +247,10 @@ def test_local_nodes_give_the_same_bytes_as_one_core_even_if_one_is_killed(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
     def dask_workers() -> list[psutil.Process]:
-        processes = psutil.Process().children(recursive=True)
-        return [
-            process
-            for process in processes
-            if "spawn_main" in " ".join(process.cmdline())
-            and "dask" in str(process.parent().cmdline())
-        ]
+        descendants = psutil.Process().children(recursive=True)
+        nanny_ids = {nanny.pid for nanny in running_with("dask", descendants)}
+        spawned = running_with("spawn_main", descendants)
+        return [process for process in spawned if process.ppid() in nanny_ids]
 
     spec = ClassifySpec(
         models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, cluster="local:2"

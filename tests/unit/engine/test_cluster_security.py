@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,10 @@ def processes_of(client: Any) -> list[psutil.Process]:
 def listening(processes: list[psutil.Process]) -> list[tuple[str, int]]:
     addresses = []
     for process in processes:
-        for connection in process.net_connections("inet"):
+        connections = []
+        with suppress(psutil.NoSuchProcess):
+            connections = process.net_connections("inet")
+        for connection in connections:
             if connection.status == psutil.CONN_LISTEN:
                 addresses.append((connection.laddr.ip, connection.laddr.port))
     return addresses
@@ -179,7 +183,12 @@ def intrude(address: tuple[str, int], key: str, uid: int) -> list[str]:
 
 @UNTIDY
 @pytest.mark.parametrize(
-    "kind", ["local:2", "jobs of this machine", pytest.param("slurm", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "local:2",
+        pytest.param("jobs of this machine", marks=pytest.mark.slow),
+        pytest.param("slurm", marks=pytest.mark.slow),
+    ],
 )
 def test_only_holders_of_the_certificate_connect_and_nothing_is_left(
     tmp_path: Path,

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.process_lookup import family_of, kill_all, running_with
 from virnuc_core import pipeline
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine import process, shards
@@ -184,11 +185,8 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
         time.sleep(0.005)
         assert run.poll() is None, "the run ended before it could be killed"
         if not is_killed and list((root / "shards").glob("0*.h5")):
-            next(
-                c
-                for c in psutil.Process(run.pid).children()
-                if "virnuc_core.engine.worker" in c.cmdline()
-            ).kill()
+            workers = running_with("virnuc_core.engine.worker", family_of(run.pid))
+            kill_all(workers[:1])
             is_killed = True
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)

@@ -247,7 +247,7 @@ def test_a_second_first_use_waits_for_the_first(
         assert waiting.is_alive()
         time.sleep(0.01)
     first_use.release()
-    waiting.join(timeout=10.0)
+    waiting.join(timeout=120.0)
     assert not waiting.is_alive()
     assert caplog.text.count("another process makes Prefect's database") == 1
 
