@@ -92,9 +92,21 @@ def test_why_auto_takes_a_core_is_said_once_and_recorded(
     assert warning.startswith("--devices auto takes one CPU core")
     assert absence in warning
 
-    # A device that the user names needs no reason.
-    named = run_virnuc(environment, *words, "--devices", "cpu:1", "--force")
-    assert absence not in named.stdout + named.stderr
+
+@pytest.mark.slow
+def test_a_device_that_the_user_names_needs_no_reason(
+    few_reads: Path, models: Path, tmp_path: Path
+) -> None:
+    build_fake_nvml(tmp_path)
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "FAKE_GPUS": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    out_dir = tmp_path / "run"
+    words = ("predict", few_reads, "-o", out_dir, "--models", models, "--no-prefect")
+    printed = run_virnuc(environment, *words, "--no-progress", "--devices", "cpu:1")
+    assert "CUDA_VISIBLE_DEVICES" not in printed.stdout + printed.stderr
     assert not json.loads((out_dir / "summary.json").read_text())["warnings"]
 
 
@@ -118,6 +130,7 @@ def test_the_report_of_a_validation_says_why_auto_took_a_core(
     assert warning.startswith("devices-1: --devices auto takes one CPU core")
 
 
+@pytest.mark.slow
 def test_why_auto_takes_cores_of_a_node_is_said_with_its_machine(
     few_reads: Path, models: Path, tmp_path: Path
 ) -> None:

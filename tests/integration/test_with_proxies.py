@@ -37,14 +37,8 @@ def predict(
     return printed
 
 
-@pytest.mark.parametrize(
-    "no_proxy",
-    [
-        None,
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("[::1]:80, *.example.org;", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("no_proxy", [None, "", "[::1]:80, *.example.org;"])
 def test_a_temporary_server_is_reached_without_a_proxy(
     no_proxy: str | None,
     proxy: Proxy,
@@ -75,6 +69,7 @@ def test_a_socks_proxy_ends_no_run(
     assert "is not used" not in printed  # nothing was read from another machine
 
 
+@pytest.mark.slow
 def test_nodes_of_this_machine_are_reached_without_a_proxy(
     proxy: Proxy, environment: dict[str, str], few_reads: Path, models: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from virnuc.flows.prefect_flows.predict import predict
+
 from .flow_runs import RESULTS
 from .processes import PATIENCE_S, VIRNUC, committed
 from .running_command import SERVER, SIZES, results_digest, running
@@ -164,14 +166,11 @@ def results(
     tmp_path_factory: pytest.TempPathFactory,
     few_reads: Path,
     models: Path,
-    child_environment: dict[str, str],
+    prefect_backend: Path,
 ) -> dict[str, bytes]:
     """The result files of a run that a Prefect server showed, by name."""
     out_dir = tmp_path_factory.mktemp("with-server") / "run"
-    words = ("predict", few_reads, "-o", out_dir, "--models", models, "--devices", "cpu:1")
-    subprocess.run(
-        [*VIRNUC, *map(str, words)], env=child_environment, timeout=PATIENCE_S, check=True
-    )
+    predict(reads=[str(few_reads)], out=out_dir, models=models, devices="cpu:1")
     return {name: (out_dir / name).read_bytes() for name in RESULTS}
 
 
@@ -218,6 +217,7 @@ def no_prefect(surroundings: Surroundings) -> Surroundings:
     return surroundings
 
 
+@pytest.mark.slow
 def test_samples_are_predicted_and_resumed_without_prefect(
     no_prefect: Surroundings, few_reads: Path, models: Path, tmp_path: Path
 ) -> None:
@@ -504,6 +504,7 @@ def test_a_named_server_is_needed_even_where_prefect_cannot_be_loaded(
     assert "--no-prefect" in line
 
 
+@pytest.mark.slow
 def test_doctor_says_that_prefect_cannot_be_used(no_prefect: Surroundings) -> None:
     """The other checks are made all the same."""
     outcome = no_prefect.virnuc("doctor")

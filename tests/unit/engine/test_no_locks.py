@@ -4,65 +4,43 @@ from __future__ import annotations
 
 import ast
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.failing_files import LOCK, failing_calls
 
+from .forked_programs import ForkedPrograms
 from .runs import result_bytes
 
-PROGRAM = "from tests.unit.engine.runs import {name}; {name}()"
 # What such file systems answer to a request for a lock.
 OTHER_LOCK_ERRORS = (errno.ENOSYS, errno.EAGAIN, errno.EIO)
 LOCK_ERRORS = [errno.ENOLCK]
 LOCK_ERRORS += [pytest.param(number, marks=pytest.mark.slow) for number in OTHER_LOCK_ERRORS]
 
 
-def run_without_locks(name: str, folder: Path, number: int, *arguments: object) -> str:
-    """Run a program of `runs` for which no file in a folder can be locked. Return its output."""
-    child = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(name=name), *map(str, arguments)],
-        env=failing_calls(str(folder), number, LOCK),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout
-
-
-@pytest.fixture(scope="module")
-def run_with_locks(
-    tmp_path_factory: pytest.TempPathFactory, tiny_models: Path, reads_file: Path
-) -> Path:
-    """Predict the reads on a file system with locks."""
-    root = tmp_path_factory.mktemp("with_locks") / "run"
-    program = PROGRAM.format(name="predict_in_child")
-    command = [sys.executable, "-c", program, str(root), str(tiny_models), str(reads_file)]
-    subprocess.run(command, check=True, timeout=120)
-    return root
-
-
 @pytest.mark.parametrize("number", LOCK_ERRORS, ids=errno.errorcode.get)
-def test_a_run_needs_no_locks(
-    tmp_path: Path, tiny_models: Path, reads_file: Path, run_with_locks: Path, number: int
+def test_neither_a_run_nor_its_readers_need_locks(
+    programs: ForkedPrograms,
+    tmp_path: Path,
+    tiny_models: Path,
+    reads_file: Path,
+    reference: Path,
+    number: int,
 ) -> None:
+    """`reference` is a run of the same reads with locks."""
     root = tmp_path / "run"
 
-    run_without_locks("predict_in_child", tmp_path, number, root, tiny_models, reads_file)
+    child = programs.run(
+        "predict_in_child",
+        "read_everything_in_child",
+        arguments=(root, tiny_models, reads_file),
+        variables=failing_calls(str(tmp_path), number, LOCK),
+    )
 
-    assert result_bytes(root) == result_bytes(run_with_locks)
-
-
-@pytest.mark.parametrize("number", LOCK_ERRORS, ids=errno.errorcode.get)
-def test_to_read_a_run_needs_no_locks(run_with_locks: Path, number: int) -> None:
-    output = run_without_locks("read_everything_in_child", run_with_locks, number, run_with_locks)
-
-    n_uniques, n_compared, n_shards = map(int, output.split())
+    assert child.returncode == 0, child.stderr
+    assert result_bytes(root) == result_bytes(reference)
+    n_uniques, n_compared, n_shards = map(int, child.stdout.splitlines()[-1].split())
     assert n_uniques == n_compared > 0
     assert n_shards > 4
 

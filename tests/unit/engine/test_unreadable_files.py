@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,9 +20,9 @@ from virnuc_core.errors import UnreadableError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
 
+from .forked_programs import Ended, ForkedPrograms
 from .runs import ONE_CORE, SMALL, copy_run
 
-PROGRAM = "from tests.unit.engine.runs import predict_in_child; predict_in_child()"
 # Errors that say nothing about the content of a file.
 PASSING_ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.ETIMEDOUT)
 # `make test` has each call with one error; the other pairs are in `make test-slow`.
@@ -61,13 +59,15 @@ QUICK_FILES = ("shard", "plan", "store", "record", "weights", "reads")
 
 
 def predict(
-    root: Path, models: Path, reads: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+    programs: ForkedPrograms,
+    root: Path,
+    models: Path,
+    reads: Path,
+    variables: dict[str, str] | None = None,
+) -> Ended:
     """Predict in a child process, and return how it ended."""
-    command = [sys.executable, "-c", PROGRAM, str(root), str(models), str(reads)]
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    arguments = (root, models, reads)
+    return programs.run("predict_in_child", arguments=arguments, variables=variables)
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -89,11 +89,14 @@ def require_untouched(root: Path, files_before: dict[str, bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def finished_run(
-    tmp_path_factory: pytest.TempPathFactory, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_models: Path,
+    reads_file: Path,
 ) -> Path:
     """Predict the reads once, with the files of all stages in one directory."""
     root = tmp_path_factory.mktemp("finished") / "run"
-    child = predict(root, tiny_models, reads_file)
+    child = predict(programs, root, tiny_models, reads_file)
     assert child.returncode == 0, child.stderr
     return root
 
@@ -113,12 +116,17 @@ def unfinished_run(tmp_path: Path, finished_run: Path) -> Path:
 
 @pytest.mark.parametrize(("calls", "number"), FAILURES)
 def test_shards_that_cannot_be_read_stop_the_run_and_stay(
-    unfinished_run: Path, tiny_models: Path, reads_file: Path, calls: str, number: int
+    programs: ForkedPrograms,
+    unfinished_run: Path,
+    tiny_models: Path,
+    reads_file: Path,
+    calls: str,
+    number: int,
 ) -> None:
     files_before = contents(unfinished_run)
 
     failing = failing_calls("/shards/0", number, calls)
-    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    child = predict(programs, unfinished_run, tiny_models, reads_file, failing)
 
     assert child.returncode != 0
     last_line = child.stderr.strip().splitlines()[-1]
@@ -135,13 +143,13 @@ def test_shards_that_cannot_be_read_stop_the_run_and_stay(
     ],
 )
 def test_no_file_that_cannot_be_read_is_taken_for_absent_or_damaged(
-    name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms, name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
 ) -> None:
     path, calls = FILES_READ_AGAIN[name]
     files_before = contents(unfinished_run)
 
     failing = failing_calls(path, errno.ESTALE, calls)
-    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    child = predict(programs, unfinished_run, tiny_models, reads_file, failing)
 
     assert child.returncode != 0, child.stderr
     last_line = child.stderr.strip().splitlines()[-1]
@@ -162,14 +170,14 @@ def test_no_file_that_cannot_be_read_is_taken_for_absent_or_damaged(
     ],
 )
 def test_after_a_file_could_not_be_read_the_next_start_computes_only_what_is_missing(
-    name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms, name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
 ) -> None:
     path, calls = FILES_READ_AGAIN[name]
     failing = failing_calls(path, errno.ESTALE, calls)
-    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    child = predict(programs, unfinished_run, tiny_models, reads_file, failing)
     assert child.returncode != 0, child.stderr
 
-    child = predict(unfinished_run, tiny_models, reads_file)
+    child = predict(programs, unfinished_run, tiny_models, reads_file)
 
     assert child.returncode == 0, child.stderr
     summary = read_summary(RunDir(unfinished_run))
@@ -179,7 +187,11 @@ def test_after_a_file_could_not_be_read_the_next_start_computes_only_what_is_mis
 
 
 def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
-    tmp_path: Path, unfinished_run: Path, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms,
+    tmp_path: Path,
+    unfinished_run: Path,
+    tiny_models: Path,
+    reads_file: Path,
 ) -> None:
     server_is_away = tmp_path / "server is away"
     failed_calls = tmp_path / "failed calls"
@@ -196,7 +208,7 @@ def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
 
     server = threading.Thread(target=bring_back)
     server.start()
-    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    child = predict(programs, unfinished_run, tiny_models, reads_file, failing)
     server.join()
 
     assert child.returncode == 0, child.stderr
@@ -218,18 +230,20 @@ def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
     ids=errno.errorcode.get,
 )
 def test_a_worker_that_cannot_write_is_not_the_fault_of_a_row(
-    tmp_path: Path, tiny_models: Path, reads_file: Path, number: int
+    programs: ForkedPrograms, tmp_path: Path, tiny_models: Path, reads_file: Path, number: int
 ) -> None:
     """The file server goes away after the first shard. No row is searched for, or left out."""
     server_is_away = tmp_path / "server is away"
     failing = failing_calls("/shards/.", number, OPEN, while_file=server_is_away)
 
-    child = lose_while_computing("file server away", tmp_path, tiny_models, reads_file, failing)
+    child = lose_while_computing(
+        programs, "file server away", tmp_path, tiny_models, reads_file, failing
+    )
 
     assert words_of(number) in child.stderr.strip().splitlines()[-1]
     assert "searching for the row" not in child.stderr
     server_is_away.unlink()
-    require_complete_run(tmp_path / "run", tiny_models, reads_file)
+    require_complete_run(programs, tmp_path / "run", tiny_models, reads_file)
 
 
 def test_a_bus_error_is_not_the_fault_of_a_row(
@@ -253,33 +267,34 @@ def test_a_bus_error_is_not_the_fault_of_a_row(
 
 @pytest.mark.slow
 def test_a_store_that_is_cut_off_is_not_the_fault_of_a_row(
-    tmp_path: Path, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms, tmp_path: Path, tiny_models: Path, reads_file: Path
 ) -> None:
-    child = lose_while_computing("store cut off", tmp_path, tiny_models, reads_file)
+    child = lose_while_computing(programs, "store cut off", tmp_path, tiny_models, reads_file)
 
     last_line = child.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"InputError: {tmp_path}/run/orfs.h5: not a readable ORF store")
     assert "searching for the row" not in child.stderr
-    require_complete_run(tmp_path / "run", tiny_models, reads_file)
+    require_complete_run(programs, tmp_path / "run", tiny_models, reads_file)
 
 
 def lose_while_computing(
-    way: str, folder: Path, models: Path, reads: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+    programs: ForkedPrograms,
+    way: str,
+    folder: Path,
+    models: Path,
+    reads: Path,
+    variables: dict[str, str] | None = None,
+) -> Ended:
     """Predict in a child process that loses something after its first shard, and fails."""
-    program = "from tests.unit.engine.runs import predict_in_lost_directory as run; run()"
-    command = [sys.executable, "-c", program, str(folder / "run"), str(models), str(reads)]
-    command += ["computing", way]
-    child = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    arguments = (folder / "run", models, reads, "computing", way)
+    child = programs.run("predict_in_lost_directory", arguments=arguments, variables=variables)
     assert child.returncode != 0
     return child
 
 
-def require_complete_run(root: Path, models: Path, reads: Path) -> None:
+def require_complete_run(programs: ForkedPrograms, root: Path, models: Path, reads: Path) -> None:
     """Start the run again, and check that it becomes complete without leaving out a sequence."""
-    child = predict(root, models, reads)
+    child = predict(programs, root, models, reads)
     assert child.returncode == 0, child.stderr
     summary = read_summary(RunDir(root))
     assert summary is not None
@@ -306,24 +321,21 @@ KINDS_OF_FILES = (
 @pytest.mark.parametrize("calls", [OPEN, READ], ids=["open", "read"])
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
 def test_no_function_that_reads_a_file_mistakes_an_error_for_an_answer(
-    tmp_path: Path, number: int, calls: str
+    programs: ForkedPrograms, tmp_path: Path, number: int, calls: str
 ) -> None:
     folder = tmp_path / "unreadable"
     for name in KINDS_OF_FILES:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("content\n")
-    program = "from tests.unit.engine.runs import read_all_kinds_in_child as run; run()"
 
-    child = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        env=failing_calls("/unreadable/", number, calls),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
+    child = programs.run(
+        "read_all_kinds_in_child",
+        arguments=(folder,),
+        variables=failing_calls("/unreadable/", number, calls),
     )
 
+    assert child.returncode == 0, child.stderr
     results = json.loads(child.stdout)
     mistakes = {}
     for name, result in results.items():
@@ -333,14 +345,14 @@ def test_no_function_that_reads_a_file_mistakes_an_error_for_an_answer(
 
 
 def test_a_shard_with_other_bytes_is_still_called_damaged(
-    unfinished_run: Path, tiny_models: Path, reads_file: Path
+    programs: ForkedPrograms, unfinished_run: Path, tiny_models: Path, reads_file: Path
 ) -> None:
     shard = unfinished_run / "shards" / "00001.h5"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
 
-    child = predict(unfinished_run, tiny_models, reads_file)
+    child = predict(programs, unfinished_run, tiny_models, reads_file)
 
     assert child.returncode == 0, child.stderr
     summary = read_summary(RunDir(unfinished_run))

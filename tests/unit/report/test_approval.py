@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify import verify_report
 from virnuc_core.validation import ApprovalRecord
 
-from .validate_directory import write_json
+from .validate_directory import copy_made_once, write_json
 
 ANSWER = {
     "schema_version": 1,
@@ -107,15 +108,20 @@ def answer_of(reviewer: str, day: int, verdict: str = "approved") -> ApprovalRec
 
 
 @pytest.fixture
-def answered(copied: tuple[Path, Profile]) -> Path:
+def answered(finished: tuple[Path, Profile], tmp_path: Path) -> Path:
     """A validation with two answers: rejected by Ada, and later approved by Bea."""
-    out_dir, profile = copied
-    history = out_dir.absolute().parent / "virnuc-history.jsonl"
-    report = write_report(out_dir, profile, history)
-    for answer in (answer_of("Ada", 2, "rejected"), answer_of("Bea", 3)):
-        keep_answer(out_dir, history, approval_line(report, answer))
-    rerender(out_dir)
-    return out_dir
+
+    def answer_twice(folder: Path) -> None:
+        out_dir = folder / "out"
+        shutil.copytree(finished[0], out_dir)
+        history = folder / "virnuc-history.jsonl"
+        report = write_report(out_dir, finished[1], history)
+        for answer in (answer_of("Ada", 2, "rejected"), answer_of("Bea", 3)):
+            keep_answer(out_dir, history, approval_line(report, answer))
+        rerender(out_dir)
+
+    copy_made_once("answered twice", answer_twice, tmp_path)
+    return tmp_path / "out"
 
 
 def differences_about(out_dir: Path, *words: str) -> list[str]:

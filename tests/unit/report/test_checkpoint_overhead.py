@@ -32,6 +32,7 @@ from .validate_directory import (
     STARTED,
     Recipe,
     build,
+    copy_made_once,
     device_samples,
     host_samples,
     shards_done,
@@ -52,6 +53,11 @@ def build_pairs(
         commit_s: Seconds of a commit in each pair.
         restarts: Workers that were restarted in each pair.
     """
+    made_from = ("pairs", commit_s, restarts)
+    copy_made_once(made_from, lambda folder: _build_pairs_anew(folder, commit_s, restarts), out)
+
+
+def _build_pairs_anew(out: Path, commit_s: tuple[float, ...], restarts: int) -> None:
     pairs = []
     for number, seconds in enumerate(commit_s, start=1):
         with_rate, with_span_s = _build_run(out, f"{number}-on", seconds, commits=True)

@@ -11,11 +11,12 @@ import pytest
 from tests.report_figures import Figure, UnknownLabelError, disagreements, figures_of, parse_number
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report import benchmark, printed
-from virnuc_core.report.build import write_report
+from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.model import TelemetryMetrics
+from virnuc_core.report.regression import HISTORY
 from virnuc_core.report.views import devices, speed
 
-from .validate_directory import Recipe, build
+from .validate_directory import Recipe, build, copy_made_once
 
 RECIPES = {
     "all met": Recipe(),
@@ -29,8 +30,24 @@ RECIPES = {
 
 def written(out: Path, recipe: Recipe, profile: Profile | None = None) -> list[Figure]:
     """Return the figures of a validation, as its forms show them."""
-    profile = build(out, recipe, profile)
-    write_report(out, profile, out.parent / "history.jsonl")
+    report_on(out, recipe, profile)
+    return figures_of(out, {})
+
+
+def report_on(out: Path, recipe: Recipe, profile: Profile | None = None) -> None:
+    """Make `out` a validation with its report."""
+    made_from = ("report", recipe, profile and profile.model_dump_json())
+
+    def make(folder: Path) -> None:
+        write_report(folder / "out", build(folder / "out", recipe, profile), folder / HISTORY)
+
+    copy_made_once(made_from, make, out.parent)
+
+
+def written_again(out: Path, recipe: Recipe) -> list[Figure]:
+    """Return the figures of a validation whose forms are written again from the report's data."""
+    report_on(out, recipe)
+    rerender(out)
     return figures_of(out, {})
 
 
@@ -130,7 +147,7 @@ def test_a_second_definition_is_found(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SECOND_DEFINITIONS[name](monkeypatch)
-    found = disagreements(written(tmp_path / "out", RECIPES["missed"]))
+    found = disagreements(written_again(tmp_path / "out", RECIPES["missed"]))
     assert any(sentence.startswith(name.split(" in ", maxsplit=1)[0]) for sentence in found), found
 
 
@@ -144,7 +161,7 @@ def test_a_figure_under_a_new_label_must_be_named(
         lambda title, *rest: known_lines(title.replace("Tokens/sec", "Speed"), *rest),
     )
     with pytest.raises(UnknownLabelError, match="'Speed' has a number and no name"):
-        written(tmp_path / "out", Recipe())
+        written_again(tmp_path / "out", Recipe())
 
 
 @pytest.mark.parametrize(
