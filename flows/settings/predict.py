@@ -52,7 +52,10 @@ class PredictSettings(SamplesSpec, VerdictSpec, ClusterSpec, LiveSettings, RunSe
         if path_exists(file_of_other_kind):
             raise ConfigError(f"{self.out} holds {other_kind}; choose another directory")
         if self.has_samples:
-            self.by_sample()  # raises an error for samples that cannot be used
+            from virnuc_core.reads.decision_log import unlogged_check
+
+            with unlogged_check():  # the run logs which files it joins
+                self.by_sample()  # raises an error for samples that cannot be used
 
     def by_sample(self) -> dict[str, Self]:
         """Return the settings of each sample's own run, by its name.

@@ -30,6 +30,7 @@ from virnuc_core.system_errors import (
 # Secondary (0x100) or supplementary (0x800): the read's primary record is elsewhere in the file.
 NOT_PRIMARY: Final = 0x900
 REVERSE: Final = 0x10  # aligned to the reverse strand
+PAIRED: Final = 0x1  # sequenced as one of a pair
 _MATE_BITS: Final = 0xC0  # first mate (0x40) or second mate (0x80)
 _MATE_SUFFIXES: Final = {0x40: "/1", 0x80: "/2"}  # by the mate bits of FLAG
 _COMPLEMENT: Final = str.maketrans("ACGTMRWSYKVHDBN", "TGCAKYWSRMBDHVN")
@@ -44,6 +45,10 @@ _END_MARKS: Final = {
 _TAIL_BYTES: Final = 40  # kept to search for the marker: longer than either of them
 _TEXT_LETTERS: Final = 1 << 20  # letters of FASTQ text that are handed on together
 _PIECE_BYTES: Final = 1 << 20  # read at a time if a file is only tried
+LATE_PAIRS_WARNING: Final = (
+    "%s: the first read of a pair is record %d, after the %d records that show whether a file "
+    "holds pairs; each read is judged by itself unless --interleaved is given"
+)
 _N_PEEKED_RECORDS: Final = 1000  # paired records that show whether mates are neighbours
 _N_SEARCHED_RECORDS: Final = 1_000_000  # records among which the first paired one is searched
 # How a block of BGZF begins: gzip with an extra field (flag 4) that begins with this mark
@@ -224,8 +229,16 @@ def mates_follow(
             _require_allowed_references(alignments, format_, file)
             header = alignments.header.to_dict()
             is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
-            for record in islice(sample_filter.select(alignments), _N_SEARCHED_RECORDS):
-                if record.is_paired and not record.flag & NOT_PRIMARY:
+            records = sample_filter.select(alignments)
+            for record in islice(records, _N_SEARCHED_RECORDS):
+                if _is_of_pair(record):
+                    names_of_paired.append(record.query_name)
+                    break
+            if not names_of_paired:
+                return
+            # Its mate may lie behind the records that were searched.
+            for record in islice(records, _N_SEARCHED_RECORDS):
+                if _is_of_pair(record):
                     names_of_paired.append(record.query_name)
                     if len(names_of_paired) >= _N_PEEKED_RECORDS:
                         break
@@ -236,6 +249,11 @@ def mates_follow(
     has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
     # In a file that is sorted by position, some mates are neighbours by chance.
     return has_neighbours and not is_sorted_by_position
+
+
+def _is_of_pair(record: Any) -> bool:
+    """Return whether an alignment record is the primary one of a read that has a mate."""
+    return bool(record.flag & PAIRED) and not record.flag & NOT_PRIMARY
 
 
 def is_plain_gzip(head: bytes) -> bool:
@@ -384,6 +402,7 @@ def fastq(
     texts: list[str] = []
     n_letters = 0
     n_left_out = 0
+    has_pairs = False
     try:
         with open(feeder.outlet, "rb", 0) as source:  # noqa: PTH123 - a descriptor
             feeder.start()
@@ -396,6 +415,10 @@ def fastq(
                     if record.flag & NOT_PRIMARY:
                         n_left_out += 1
                         continue
+                    if not has_pairs and record.flag & PAIRED:
+                        has_pairs = True
+                        if n_records > _N_SEARCHED_RECORDS:  # see `mates_follow`
+                            log.warning(LATE_PAIRS_WARNING, file, n_records, _N_SEARCHED_RECORDS)
                     text = _fastq_record(record)
                     texts.append(text)
                     n_letters += len(text)

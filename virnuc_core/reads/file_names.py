@@ -75,6 +75,11 @@ _SHORT_LANE: Final = re.compile(r"l\d{1,2}")  # of MGI and Novogene, only beside
 _FLOW_CELL: Final = re.compile(r"(?=.*\d)(?=.*[A-Z])[A-Z0-9]{8,14}")
 _SET_NUMBER: Final = re.compile(r"\d{3}")
 _TOOL_SETTING: Final = re.compile(r"(q|qual|len|min|trim)?\d+")  # such as `q20`
+# A mate mark that no separator sets apart: `AR1`, `A+R1`, `A_R1(1)`. Other numbers may be anything.
+_HIDDEN_NUMBER: Final = re.compile(r"(?<!\d)[123](?!\d)")
+_HIDDEN_WORD: Final = re.compile(r"(?i)forward|reverse|fwd|rev")
+# What stands before a number that looks like a mate mark: a capital R, or one of these words alone.
+_BEFORE_HIDDEN_NUMBER: Final = re.compile(r"(R|(?<![A-Za-z])(?i:r|reads?|mate|pair|end|pe))\Z")
 INDEX_REASON: Final = "index reads by its name, left out"
 UNPAIRED_REASON: Final = "their names say that the reads have no mate"
 UMI_REASON: Final = "molecular tags or index reads by its name (R2 beside R1 and R3), left out"
@@ -164,12 +169,15 @@ class MateNames:
         left_out: Files that hold no reads of a sample (index reads), with the reason.
         unjoined: Files that look like mates and are not joined.
         lonely: Files that are certainly named as one mate, and whose other mate is missing.
+        similar: Two files whose names differ by a 1 and a 2 within a word (`donor1`, `donor2`).
+            This is no mate mark, but if their reads have the same ids, they may be mates.
     """
 
     pairs: tuple[NamedPair, ...]
     left_out: Mapping[str, str]
     unjoined: tuple[UnjoinedFiles, ...]
     lonely: tuple[str, ...]
+    similar: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -227,7 +235,11 @@ def find_mates(files: Iterable[str]) -> MateNames:
                 pairs.append(pair)
     used_files = {file for pair in pairs for file in (pair.first, pair.second)} | set(left_out)
     unused_names = [name for name in names if name.file not in used_files]
-    unjoined = tuple(_find_unjoined(unused_names))
+    unjoined = list(_find_unjoined(unused_names))
+    reported_files = {file for files_in_doubt in unjoined for file in files_in_doubt.files}
+    other_names = [name for name in unused_names if name.file not in reported_files]
+    hidden_unjoined, similar = _find_hidden_marks(other_names)
+    unjoined += hidden_unjoined
     in_doubt = {file for files_in_doubt in unjoined for file in files_in_doubt.files}
     lonely = tuple(
         name.file
@@ -236,7 +248,7 @@ def find_mates(files: Iterable[str]) -> MateNames:
     )
     position = {name.file: index for index, name in enumerate(names)}
     pairs.sort(key=lambda pair: min(position[pair.first], position[pair.second]))
-    return MateNames(tuple(pairs), left_out, unjoined, lonely)
+    return MateNames(tuple(pairs), left_out, tuple(unjoined), lonely, tuple(similar))
 
 
 def name_of_pair(first: str, second: str) -> str:
@@ -615,6 +627,49 @@ def _find_unjoined(names: Sequence[_Name]) -> Iterator[UnjoinedFiles]:
         else:
             reason = "the mark does not stand where mates are marked"
         yield UnjoinedFiles(files, reason)
+
+
+def _find_hidden_marks(
+    names: Sequence[_Name],
+) -> tuple[list[UnjoinedFiles], list[tuple[str, str]]]:
+    """Find two files whose names differ only by a number or a word within another word.
+
+    Args:
+        names: The names of files that were neither joined nor reported.
+
+    Returns:
+        The files that differ by what looks like a mate mark, such as `AR1` and `AR2`. And those
+        that differ by another 1 and 2, see `MateNames.similar`.
+    """
+    # By the name without the number: the number of each file, and whether it looks like a mark
+    groups: dict[tuple[str, str], dict[str, tuple[int, bool]]] = {}
+    for name in names:
+        stem = cut_endings(name.file)
+        for match in _HIDDEN_NUMBER.finditer(stem):
+            rest = f"{stem[: match.start()]}@{stem[match.end() :]}"
+            is_mark = bool(_BEFORE_HIDDEN_NUMBER.search(stem[: match.start()]))
+            group = groups.setdefault((name.folder, rest), {})
+            group[name.file] = (int(match[0]), is_mark)
+        for match in _HIDDEN_WORD.finditer(stem):
+            style, number = _MATE_WORDS[match[0].lower()]
+            rest = f"{stem[: match.start()]}@{style}@{stem[match.end() :]}"
+            group = groups.setdefault((name.folder, rest), {})
+            group[name.file] = (number, True)
+    unjoined: list[UnjoinedFiles] = []
+    similar: list[tuple[str, str]] = []
+    reported = set[str]()
+    for group in groups.values():
+        files = sorted(group, key=lambda file: group[file][0])
+        numbers = [group[file][0] for file in files]
+        if numbers != [1, 2] or not reported.isdisjoint(files):
+            continue
+        reported.update(files)
+        looks_like_mark = all(is_mark for _, is_mark in group.values())
+        if looks_like_mark:
+            unjoined.append(UnjoinedFiles((files[0], files[1]), "the mark is not a word by itself"))
+        else:
+            similar.append((files[0], files[1]))
+    return unjoined, similar
 
 
 def _first_word_mark(name: _Name, position: int) -> _Mark | None:

@@ -5,14 +5,15 @@ ids of the first reads decide: mates have the same ids. Each decision is one lin
 """
 
 import itertools
-import logging
 import re
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
+from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.file_names import UNPAIRED_REASON, MateNames, NamedPair, find_mates
 from virnuc_core.reads.parse import parse
@@ -29,10 +30,12 @@ UNGROUPED_BAM_WARNING: Final = (
     "samtools collate puts mates next to each other"
 )
 BY_NAME: Final = "by their names; --no-pairs judges each read by itself"
+_AS_ASKED: Final = "as asked"
 _HEAD_BYTES: Final = 1 << 16  # of a file that are read to compare the ids of its first reads
 _MAX_IDS: Final = 100  # ids of a file that are compared
 _ID_ENDS: Final = re.compile(rb"(.+)[/._:]([123])")  # an id that ends in the number of the mate
-_log = logging.getLogger(__name__)
+_log = decision_logger(__name__)
+_joined_by_name: Final = set[tuple[str, str]]()  # pairs for which this process has logged so
 
 
 def find_reads(spec: ReadsSpec) -> Inputs:
@@ -84,11 +87,10 @@ def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
         other_files = [file for file in other_files if file not in names.left_out]
         if spec.interleaved:
             named_pairs += [(name, name) for name in other_files]
-        reasons = dict.fromkeys(named_pairs, "as asked")
+        reasons = dict.fromkeys(named_pairs, _AS_ASKED)
         if not spec.interleaved:
             reasons |= _detect_unnamed_pairs(spec, other_files)
-    for (first, second), reason in reasons.items():
-        _log.info("pairs: %s and %s, %s", first, second, reason)
+    _log_pairs(reasons)
     paired_files: list[str] = []
     for pair in reasons:
         paired_files += dict.fromkeys(pair)  # once, if one file holds both mates
@@ -101,6 +103,23 @@ def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
         tuple(reasons),
         {**inputs.left_out, **names.left_out},
     )
+
+
+def _log_pairs(reasons: Mapping[tuple[str, str], str]) -> None:
+    """Log why files are pairs, a line for each pair.
+
+    Files that were joined by their names before the samples of a run began are named as mates in
+    the settings of their sample. This is no news, and not logged again.
+
+    Args:
+        reasons: The reason for each pair.
+    """
+    for pair, reason in reasons.items():
+        if reason == BY_NAME:
+            _joined_by_name.add(pair)
+        elif reason == _AS_ASKED and pair in _joined_by_name:
+            continue
+        _log.info("pairs: %s and %s, %s", *pair, reason)
 
 
 def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list[str]:
@@ -197,6 +216,14 @@ def _warn_of_unjoined(spec: ReadsSpec, names: MateNames) -> None:
             _list_files(unjoined.files),
             reason,
         )
+    for first, second in names.similar:
+        if _read_beginning(first).shares_ids_with(_read_beginning(second)):
+            _log.warning(
+                "%s and %s differ only by a 1 and a 2 in their names, and their reads have the "
+                "same ids; each read is judged by itself, -1 and -2 before the files judge pairs",
+                first,
+                second,
+            )
     lonely = tuple(file for file in names.lonely if file not in spec.reads)
     if lonely:
         _log.warning(
@@ -236,9 +263,14 @@ class _Beginning:
             return True
         if not self.ids and not other.ids:
             return True
-        return bool(set(self.ids) & set(other.ids)) or bool(
-            set(self._ids_without_mates()) & set(other._ids_without_mates())
-        )
+        return self.shares_ids_with(other)
+
+    def shares_ids_with(self, other: "_Beginning") -> bool:
+        """Return True if the first reads of both files have ids in common."""
+        if set(self.ids) & set(other.ids):
+            return True
+        names, other_names = self._ids_without_mates(), other._ids_without_mates()
+        return bool(set(names) & set(other_names))
 
     def _ids_without_mates(self) -> tuple[bytes, ...]:
         """Return the ids without the number of the mate at their ends; none if one has none."""

@@ -5,7 +5,6 @@ only is accepted. Everything else is refused, with the line, what was found, and
 """
 
 import csv
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Final
 from virnuc_core.config import ReadsSpec, refuse_unreadable
 from virnuc_core.errors import InputError, join_first
 from virnuc_core.input_names import STDIN, expand_input, is_remote
+from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.file_names import find_mates, group_samples
 from virnuc_core.reads.sources import identify_file, redact_url
 from virnuc_core.rundir import GUARDED_FILES
@@ -33,7 +33,7 @@ _NO_VALUE: Final = frozenset({"na", "n/a", "none", "null"})
 # Characters without width that programs leave at the ends of cells.
 _ZERO_WIDTH: Final = "\u200b\u200c\u200d\u2060\ufeff"
 _INVISIBLE: Final = re.compile(r"[\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\xad\0-\x1f]")
-_log = logging.getLogger(__name__)
+_log = decision_logger(__name__)
 
 Lane = tuple[str, ...]  # one file of reads, or a file of first mates and one of second mates
 

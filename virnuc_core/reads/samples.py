@@ -4,7 +4,6 @@ A sample is all files of one specimen. Samples are given by a sample sheet (see 
 the names of files, or by the read groups of alignments.
 """
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final, Literal
 
 from virnuc_core.config import ReadsSpec, SamplesSpec
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.file_names import ENDINGS, group_samples
 from virnuc_core.reads.mate_files import detect_pairs
 from virnuc_core.reads.sample_sheet import find_name_problem, read_sheet
@@ -28,7 +28,7 @@ from virnuc_core.spreadsheets import escape_formula
 
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
 NO_READS_NOTE: Final = "holds no reads"
-log = logging.getLogger(__name__)
+log = decision_logger(__name__)
 
 
 class SampleRow(RunFile):

@@ -214,6 +214,26 @@ def test_pairs_are_detected_among_the_reads_of_one_read_group(tmp_path: Path) ->
     assert staged(path, read_group="gut").n_pairs == 0
 
 
+@pytest.mark.parametrize("form", ["bam", "sam"])
+def test_pairs_behind_the_records_that_are_searched_are_warned_of(
+    tmp_path: Path,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    single_reads = [(f"s{i}", UNPAIRED, bases(i)) for i in range(40)]
+    path = written(tmp_path / f"run.{form}", single_reads + PAIRS)
+    assert staged(path).n_pairs == len(PAIRS) // 2
+    monkeypatch.setattr(alignments, "_N_SEARCHED_RECORDS", 41)
+    assert staged(path).n_pairs == len(PAIRS) // 2, "record 41 is of a pair"
+    assert "the first read of a pair" not in caplog.text
+    monkeypatch.setattr(alignments, "_N_SEARCHED_RECORDS", 40)
+    assert staged(path).n_pairs == 0
+    expected_line = f"{path}: the first read of a pair is record 41, after the 40 records"
+    assert caplog.text.count(expected_line) == 1
+    assert staged(path, interleaved=True).n_pairs == len(PAIRS) // 2, "as the warning says"
+
+
 def test_unusable_read_groups_are_refused_by_name(tmp_path: Path) -> None:
     def told(file: Path) -> None:
         samples_by_read_group(ReadsSpec(reads=(str(file),)))

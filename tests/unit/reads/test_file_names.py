@@ -146,6 +146,21 @@ def test_a_sample_is_called_as_its_files_without_marks_and_words_of_tools(
         "A_R1.fq A_R1.fq.gz A_R2.fq",
         "A_1U.fq A_2U.fq",
         "plot_1_dry.fq plot_2_dry.fq",
+        # no separator that this module knows stands around the mark
+        "AR1.fq AR2.fq",
+        "sampleR1.fq.gz sampleR2.fq.gz",
+        "A+R1.fq A+R2.fq",
+        "A,r1.fq A,r2.fq",
+        "A=Read1.fq A=Read2.fq",
+        "A_R1(1).fq A_R2(1).fq",
+        "A_R1[x].fq A_R2[x].fq",
+        "A(R1).fq A(R2).fq",
+        "A_R1a_S7.fq A_R2a_S7.fq",
+        "AR1_001.fq AR2_001.fq",
+        "A#mate1.fq A#mate2.fq",
+        "AFwd.fq ARev.fq",
+        "lungforward.fq lungreverse.fq",
+        "2R1~.fq 2R2~.fq",
     ],
 )
 def test_what_looks_like_mates_and_is_not_joined_is_reported_once(files: str) -> None:
@@ -158,11 +173,29 @@ def test_what_looks_like_mates_and_is_not_joined_is_reported_once(files: str) ->
 
 @pytest.mark.parametrize(
     "files",
-    ["leaf_rep1.fq leaf_rep2.fq", "sample1.fq sample2.fq", "1.fq 2.fq", "a_R1.fq b_R2.fq"],
+    [
+        "leaf_rep1.fq leaf_rep2.fq",
+        "sample1.fq sample2.fq",
+        "1.fq 2.fq",
+        "a_R1.fq b_R2.fq",
+        "donor1.fq donor2.fq",
+        "AR11.fq AR12.fq",
+        "AR1.fq AR3.fq AR4.fq",
+        "a/AR1.fq b/AR2.fq",
+        "A+R1.fq B+R2.fq",
+        "A+R1(1).fq A+R2(2).fq",
+    ],
 )
 def test_numbers_that_are_no_mate_marks_are_left_alone(files: str) -> None:
     names = find_mates(files.split())
     assert (names.pairs, names.unjoined) == ((), ())
+
+
+def test_numbers_within_words_are_noted_as_similar_so_that_the_reads_can_tell() -> None:
+    files = ["donor1.fq", "donor2.fq", "tumor1.fq", "tumor2.fq", "tumor3.fq", "x12.fq", "x22.fq"]
+    for order in (files, files[::-1]):
+        assert find_mates(order).similar == (("donor1.fq", "donor2.fq"),)
+    assert find_mates(["AR1.fq", "AR2.fq", "B_R1.fq", "B_R2.fq"]).similar == ()
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,34 @@ def test_the_ids_decide_where_names_may_mean_patients_or_mates(
     assert "patient_2.fq differ only by what looks like a mate mark, but hold other" in warning
 
 
+def test_files_that_differ_by_what_may_be_a_mate_mark_are_named_in_one_line(
+    write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {
+        "AR1.fq": fastq("ab"),
+        "AR2.fq": fastq("ab"),
+        "B+R1.fq": fastq("c"),
+        "B+R2.fq": fastq("d"),
+        "C_R1(1).fq": fastq(["e/1"]),
+        "C_R2(1).fq": fastq(["e/2"]),
+        "donor1.fq": fastq("gh"),
+        "donor2.fq": fastq("ij"),
+        "mate.x1y.fq": fastq(["k/1"]),
+        "mate.x2y.fq": fastq(["k/2"]),
+        "tube1.fa": fasta("l"),
+        "tube2.fa": fasta("m"),
+    }
+    pairs, _ = staged_folder(write, tmp_path, texts)
+    assert pairs == []
+    for first, second in (("AR1", "AR2"), ("B+R1", "B+R2"), ("C_R1(1)", "C_R2(1)")):
+        [warning] = [line for line in caplog.text.splitlines() if f"{first}.fq" in line]
+        assert f"{second}.fq differ only by what looks like a mate mark; the mark is" in warning
+    [warning] = [line for line in caplog.text.splitlines() if "mate.x1y.fq" in line]
+    assert "mate.x2y.fq differ only by a 1 and a 2 in their names, and their reads have" in warning
+    assert "donor" not in caplog.text, "other reads"
+    assert "tube" not in caplog.text, "FASTA"
+
+
 def test_fasta_is_not_paired_by_its_name(
     write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
