@@ -26,6 +26,7 @@ from virnuc.tasks.artifacts import host_key
 from virnuc.tasks.background import background_thread
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import ConfigError
+from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.build import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
@@ -341,9 +342,36 @@ def test_subset_and_simulation_are_steps_of_a_flow(
     assert task_runs(state)["draw 100 reads of some"].state_name == "Reused"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "simulate"])
+def test_pairs_are_drawn_and_simulated_as_a_whole(tmp_path: Path, models: Path, kind: str) -> None:
+    """Both files of a subset are validated as pairs; synthetic pairs are, too."""
+    source: dict[str, Any] = {"simulate": "small", "simulate_pairs": True}
+    if kind == "folder":
+        simulation = simulate(SimulateSpec(reads=300, pairs=True), tmp_path / "lung.fastq.gz")
+        (tmp_path / "in").mkdir()
+        for name in simulation.reads.all_inputs:
+            Path(name).rename(tmp_path / "in" / Path(name).name)
+        source = {"reads": [str(tmp_path / "in")], "subset": 101}
+    out_dir = tmp_path / "out"
+    arguments: dict[str, Any] = {"models": models, "devices": "cpu:1", "profile": "ci-smoke"}
+    state = validate(**arguments, **source, out=out_dir, return_state=True)
+    assert state.is_completed(), state.message
+    record = json.loads((out_dir / "run.json").read_text())
+    spec = record["spec"]
+    mates = [*spec["mates_1"], *spec["mates_2"]]
+    assert [Path(name).parent for name in mates] == [out_dir / "drawn"] * 2
+    assert spec["reads"] == []
+    assert [file["reads"] for file in record["inputs"]] == [50, 50]
+    pairs_table = (out_dir / "devices-1" / "pairs.tsv").read_text()
+    assert pairs_table.count("\n") == 1 + 50
+    assert verify_report(out_dir).ok
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ({"reads": ["a.fa"], "simulate_pairs": True}, "goes with --simulate"),
         ({"reads": ["a.fa"], "simulate": "small"}, "synthetic reads take the place"),
         ({"mates_1": ["a.fa"], "subset": 10}, "name both of each pair"),
         ({"simulate": "some"}, "simulate"),

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.input_names import is_remote
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch
 from virnuc_core.reads.file_names import add_word, find_mates
 from virnuc_core.reads.mate_files import detect_pairs, find_problem_of_pair
 from virnuc_core.reads.pairs import begins_with_pair, pair_batches
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs, create_reads_file, find_inputs
+from virnuc_core.reads.sources import Inputs, create_reads_file, find_inputs, redact_url
 from virnuc_core.reads.subsets import choose_reads, require_rereadable
 from virnuc_core.rundir import MATE_SUFFIXES, require_absent
 from virnuc_core.system_errors import list_folder
@@ -116,6 +117,7 @@ def sample(
     """
     if n < 1:
         raise ConfigError(f"{n} reads were requested; request 1 or more")
+    _require_local(spec.all_inputs)
     require_rereadable(spec.all_inputs)
     inputs = _find_pairs(spec, join_named_files=join_named_files)
     paths = _name_files(out, inputs, spec)
@@ -124,6 +126,16 @@ def sample(
     is_drawn = _draw(reads, n, seed)
     _copy_reads(inputs, spec, is_drawn, paths)
     return _summarize(reads, is_drawn, paths, inputs)
+
+
+def _require_local(names: tuple[str, ...]) -> None:
+    """Raise an `InputError` for an address or accessions: a sample downloads nothing."""
+    for name in names:
+        if is_remote(name):
+            raise InputError(
+                f"{redact_url(name)}: a sample is drawn of files on this machine",
+                hint="download the reads first, and name the file",
+            )
 
 
 def _find_pairs(spec: ReadsSpec, *, join_named_files: bool) -> Inputs:

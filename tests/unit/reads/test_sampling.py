@@ -94,6 +94,20 @@ def test_inputs_that_cannot_be_read_twice_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("https://a.b/r.fq?signature=secret", "https://a.b/r.fq#query-"),
+        ("ncbi:NC_045512", "ncbi:NC_045512: "),
+    ],
+)
+def test_addresses_are_refused_with_a_way_out(tmp_path: Path, name: str, shown: str) -> None:
+    with pytest.raises(InputError, match="download the reads first") as error:
+        sample(name, 5, tmp_path / "out.fq")
+    assert str(error.value).startswith(shown)
+    assert "secret" not in str(error.value)
+
+
 def test_nothing_to_draw_from(write: WriteReads, tmp_path: Path) -> None:
     summary = sample(write(""), 5, tmp_path / "out.fq")
     assert (summary.reads_after, (tmp_path / "out.fq").read_bytes()) == (0, b"")
