@@ -12,6 +12,7 @@ FUNCTIONS = (
     "virnuc_core.finished_run.predict",
     "virnuc_core.finished_run.open_run",
     "virnuc_core.finished_run.Run",
+    "virnuc_core.inspection.interface.inspect",
     "virnuc_core.telemetry.log.open_frame",
 )
 MODELS = ("RunSpec", "EngineSpec")  # of virnuc_core.config

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from virnuc.flows.cli.options import Flag, Json, command
 from virnuc_core.errors import InputError
-from virnuc_core.inspection.inspection import InspectSpec
-from virnuc_core.inspection.inspection import inspect as inspect_reads
+from virnuc_core.inspection.inspection import InspectSpec, inspect_reads
 from virnuc_core.inspection.text import describe
 
 

@@ -68,7 +68,7 @@ class InspectSpec(SamplesSpec):
     all_reads: bool = Field(False, description="read all reads of all files: exact numbers")
 
 
-def inspect(spec: InspectSpec) -> Inspection:
+def inspect_reads(spec: InspectSpec) -> Inspection:
     """Find out what a run would see in some files: reads, pairs, samples, and the costs.
 
     Nothing is written but scratch files, and no model is needed. The problems of files and of

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import virnuc
 from virnuc.flows.cli import main
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core import run_costs
 from virnuc_core.errors import ConfigError
 from virnuc_core.inspection import inspection as inspection_module
-from virnuc_core.inspection.inspection import InspectSpec, inspect
+from virnuc_core.inspection.inspection import InspectSpec, inspect_reads
 from virnuc_core.inspection.records import InspectedFile, Inspection
-from virnuc_core.inspection.text import describe
+from virnuc_core.inspection.text import describe, percent
 from virnuc_core.reads import read_counts
 from virnuc_core.reads.read_counts import DistinctCounter
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -88,7 +90,7 @@ def files_of(inspection: Inspection) -> dict[str, InspectedFile]:
 
 def require_same_as_staging(spec: InspectSpec, out: Path) -> Inspection:
     """The inspection of one run has the files, pairs and counts that staging finds."""
-    inspection = inspect(spec)
+    inspection = inspect_reads(spec)
     (sample,) = inspection.samples
     statistics = inspection.statistics
     for shares, cost in zip(statistics.models, inspection.costs, strict=True):
@@ -166,7 +168,7 @@ def test_doubtful_pairs_are_noted_as_in_the_log_of_a_run(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = InspectSpec(reads=(str(folder),), stage_workers=1)
-    inspection = inspect(spec)
+    inspection = inspect_reads(spec)
     assert not caplog.records  # the notes are not printed twice
     staged(spec, tmp_path, 500)
     warnings = [line.getMessage() for line in caplog.records if line.name.endswith("mate_files")]
@@ -182,7 +184,7 @@ def test_samples_are_those_that_predict_would_run(folder: Path, tmp_path: Path) 
     )
     for inputs in ({"reads": (str(folder),), "sample_from": "name"}, {"samples": sheet}):
         runs = PredictSettings(**inputs, out=tmp_path / "out", models=tmp_path).by_sample()
-        inspection = inspect(InspectSpec(**inputs, stage_workers=1))
+        inspection = inspect_reads(InspectSpec(**inputs, stage_workers=1))
         assert [sample.sample for sample in inspection.samples] == list(runs)
         for sample in inspection.samples:
             run = runs[sample.sample]
@@ -192,7 +194,7 @@ def test_samples_are_those_that_predict_would_run(folder: Path, tmp_path: Path) 
     runs = PredictSettings(
         reads=(str(folder),), sample_from="name", out=tmp_path / "out", models=tmp_path
     ).by_sample()
-    by_name = inspect(InspectSpec(reads=(str(folder),), stage_workers=1)).samples_by_name
+    by_name = inspect_reads(InspectSpec(reads=(str(folder),), stage_workers=1)).samples_by_name
     assert by_name == {name: run.all_inputs for name, run in runs.items()}
 
 
@@ -204,7 +206,9 @@ def test_samples_by_read_group_are_those_of_predict(tmp_path: Path) -> None:
         lines.append(f"r{number}\t4\t*\t0\t0\t*\t*\t0\t0\t{bases}\t{'I' * 120}\tRG:Z:{group}")
     sam.write_text("\n".join(lines) + "\n")
     pytest.importorskip("pysam")
-    inspection = inspect(InspectSpec(reads=(str(sam),), sample_from="read-group", stage_workers=1))
+    inspection = inspect_reads(
+        InspectSpec(reads=(str(sam),), sample_from="read-group", stage_workers=1)
+    )
     found = {sample.sample: sample.files[0].reads for sample in inspection.samples}
     assert found == {"lung": 4, "skin": 3}
 
@@ -215,7 +219,7 @@ def test_samples_by_read_group_are_those_of_predict(tmp_path: Path) -> None:
 def test_lengths_letters_and_frames_are_those_of_the_slow_twin(write: object) -> None:
     reads = [*made_up_reads(60), *plain_reads(4, 1001), ("u", "ACGU")]
     assert callable(write)
-    inspection = inspect(InspectSpec(reads=(write(fasta(reads)),), stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(write(fasta(reads)),), stage_workers=1))
     statistics = inspection.statistics
     lengths = sorted(len(bases) for _, bases in reads)
     assert statistics.lengths is not None
@@ -304,7 +308,7 @@ def test_of_a_large_file_the_first_reads_stand_for_all(
     reads = plain_reads(3_000, 150)
     path = tmp_path / "large.fastq"
     path.write_bytes(pack(fastq(reads).encode()))
-    inspection = inspect(InspectSpec(reads=(str(path),), sample=1_500, stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(str(path),), sample=1_500, stage_workers=1))
     statistics = inspection.statistics
     assert statistics.reads_read == 1_500
     assert not statistics.is_complete
@@ -312,7 +316,7 @@ def test_of_a_large_file_the_first_reads_stand_for_all(
     text_of_inspection = "\n".join(describe(inspection))
     assert "estimates from the first 1,500 reads" in text_of_inspection
     assert "--all reads everything" in text_of_inspection
-    whole = inspect(InspectSpec(reads=(str(path),), all_reads=True, stage_workers=1))
+    whole = inspect_reads(InspectSpec(reads=(str(path),), all_reads=True, stage_workers=1))
     assert whole.statistics.reads == whole.statistics.reads_read == 3_000
     assert "estimates" not in "\n".join(describe(whole))
     for part, exact in zip(inspection.costs, whole.costs, strict=True):
@@ -325,7 +329,7 @@ def test_exactly_as_many_reads_as_wanted_are_read_of_each_file(tmp_path: Path) -
         (tmp_path / name).write_text(fastq(plain_reads(n, 60)))
     for mate in (1, 2):
         (tmp_path / f"p_R{mate}.fq").write_text(mates(plain_reads(20, 60), mate))
-    inspection = inspect(InspectSpec(reads=(str(tmp_path),), sample=7, stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(str(tmp_path),), sample=7, stage_workers=1))
     read = {
         Path(group.files[0]).name: (group.statistics.reads_read, group.statistics.is_complete)
         for group in inspection.samples[0].groups
@@ -347,7 +351,7 @@ def test_usually_a_bounded_number_of_reads_and_bases_is_read(
         monkeypatch.setattr(inspection_module, name, 3000)
     (tmp_path / "short.fq").write_text(fastq(plain_reads(50, 100)))
     (tmp_path / "long.fq").write_text(fastq(plain_reads(50, 1400)))
-    inspection = inspect(InspectSpec(reads=(str(tmp_path),), stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(str(tmp_path),), stage_workers=1))
     read = {
         Path(group.files[0]).name: group.statistics.reads_read
         for group in inspection.samples[0].groups
@@ -398,7 +402,7 @@ def test_damage_is_named_and_the_other_files_are_inspected(
     expected = dict(damaged_files(tmp_path))
     (tmp_path / "good.fastq").write_text(fastq(plain_reads(30, 80)))
     names = [str(tmp_path / name) for name in [*expected, "good.fastq"]]
-    inspection = inspect(InspectSpec(reads=tuple(names), stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=tuple(names), stage_workers=1))
     files = files_of(inspection)
     for name, words in expected.items():
         assert words in files[name].problem, name
@@ -419,7 +423,7 @@ def test_mates_out_of_step_are_a_problem_of_that_pair_alone(tmp_path: Path) -> N
     (tmp_path / "bad_R2.fq").write_text(mates(reads[:20] + reads[21:], 2))
     for mate in (1, 2):
         (tmp_path / f"good_R{mate}.fq").write_text(mates(reads, mate))
-    inspection = inspect(InspectSpec(reads=(str(tmp_path),), stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(str(tmp_path),), stage_workers=1))
     (problem,) = inspection.problems
     assert "bad_R1.fq:81: read 'r20': has no mate" in problem
     assert files_of(inspection)["good_R2.fq"].reads == 40
@@ -430,11 +434,11 @@ def test_mates_out_of_step_are_a_problem_of_that_pair_alone(tmp_path: Path) -> N
 def test_skipped_records_are_counted_unless_none_is_good(tmp_path: Path) -> None:
     (tmp_path / "some.fasta").write_text(fasta([*plain_reads(3, 40), ("x", "MKLE")]))
     spec = InspectSpec(reads=(str(tmp_path),), on_error="skip", stage_workers=1)
-    inspection = inspect(spec)
+    inspection = inspect_reads(spec)
     assert files_of(inspection)["some.fasta"].skipped == 1
     assert not inspection.problems
     (tmp_path / "none.fasta").write_text(fasta([("x", "MKLE"), ("y", "PPQ")]))
-    (problem,) = inspect(spec).problems
+    (problem,) = inspect_reads(spec).problems
     assert "none of its records can be read" in problem
 
 
@@ -495,14 +499,26 @@ def test_a_sheet_can_name_no_file_outside_the_allowed_folders(
     (inside / "sheet.csv").write_text(f"sample,fastq_1,fastq_2\na,{tmp_path}/secret.fastq,\n")
     monkeypatch.setenv("VIRNUC_ROOTS", str(inside))
     with pytest.raises(ConfigError, match="VIRNUC_ROOTS"):
-        inspect(InspectSpec(samples=inside / "sheet.csv", stage_workers=1))
+        inspect_reads(InspectSpec(samples=inside / "sheet.csv", stage_workers=1))
 
 
 def test_names_of_files_cannot_act_on_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "a\x1b[2J.fastq"
     path.write_text(fastq(plain_reads(5, 80)))
-    lines = describe(inspect(InspectSpec(reads=(str(path),), stage_workers=1)))
+    lines = describe(inspect_reads(InspectSpec(reads=(str(path),), stage_workers=1)))
     assert "\x1b" not in "".join(lines)
+
+
+def test_scripts_inspect_with_the_same_settings(folder: Path) -> None:
+    inspection = virnuc.inspect(folder, all_reads=True, stage_workers=1)
+    spec = InspectSpec(reads=(str(folder),), all_reads=True, stage_workers=1)
+    assert inspection == inspect_reads(spec)
+    files = sorted(folder.glob("*_L001_R?_*"))
+    assert len(virnuc.inspect(files, stage_workers=1).samples[0].files) == 2
+    with pytest.raises(ConfigError, match="bogus"):
+        virnuc.inspect(folder, bogus=1)
+    with pytest.raises(ConfigError, match="none are named"):
+        virnuc.inspect()
 
 
 # --- Costs ----------------------------------------------------------------------------------------
@@ -534,9 +550,63 @@ def test_estimated_times_are_near_the_measured_ones(
 
 def test_other_gpus_are_not_measured(tmp_path: Path) -> None:
     (tmp_path / "a.fastq").write_text(fastq(plain_reads(50, 80)))
-    inspection = inspect(InspectSpec(reads=(str(tmp_path / "a.fastq"),), stage_workers=1))
+    inspection = inspect_reads(InspectSpec(reads=(str(tmp_path / "a.fastq"),), stage_workers=1))
     lines = describe(inspection)
     (line,) = (line for line in lines if "A100" in line)
     assert line.split()[-2:] == ["not", "measured"]
     measured = {speed.gpu for speed in run_costs.MEASURED_SPEEDS}
     assert measured.isdisjoint(inspection.not_measured)
+
+
+# --- The table of the README ----------------------------------------------------------------------
+
+TITLES = ["kind of reads", "median length", "verdict at 300", "verdict at 500"]
+TITLES += ["too short at 300", "too short at 500"]
+
+
+def published_rows() -> dict[str, dict[str, str]]:
+    """The rows of the README's table of shares, by the kind of reads."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"| {' | '.join(TITLES)} |") + 2
+    found: dict[str, dict[str, str]] = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        row = dict(zip(TITLES, cells, strict=True))
+        found[row["kind of reads"]] = row
+    return found
+
+
+def published_commands() -> dict[str, list[str]]:
+    """The words of the commands that made the table, by the kind of reads."""
+    lines = (ROOT / "docs" / "reads.md").read_text(encoding="utf-8").splitlines()
+    commands = [line.split("  # ") for line in lines if line.startswith("virnuc inspect --all")]
+    return {kind: shlex.split(command)[1:] for command, kind in commands}
+
+
+def test_each_row_of_the_table_has_its_command() -> None:
+    assert list(published_rows()) == list(published_commands())
+
+
+@pytest.mark.parametrize("kind", published_commands())
+def test_the_table_of_shares_is_what_the_commands_say(
+    kind: str,
+    real_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(real_data)
+    assert main([*published_commands()[kind], "--json", "--stage-workers", "1"]) == 0
+    statistics = Inspection.model_validate_json(capsys.readouterr().out).statistics
+    assert statistics.is_complete
+    assert statistics.lengths is not None
+    at_300, at_500 = statistics.models
+    assert published_rows()[kind] == {
+        "kind of reads": kind,
+        "median length": f"{statistics.lengths.median:,}",
+        "verdict at 300": percent(at_300.open_share),
+        "verdict at 500": percent(at_500.open_share),
+        "too short at 300": percent(at_300.short_share),
+        "too short at 500": percent(at_500.short_share),
+    }
