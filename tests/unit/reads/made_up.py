@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
+import lzma
 import random
+from collections.abc import Callable
 from pathlib import Path
+
+import zstandard
 
 Pairs = list[tuple[str, str]]
 
@@ -35,3 +41,15 @@ def made_up_reads(n: int, seed: int = 0) -> Pairs:
             )
         reads.append((f"read{i}", bases))
     return reads
+
+
+def pack_with(packing: str, content: bytes) -> bytes:
+    """Return one member of a compression format."""
+    if packing == "zstd":
+        return zstandard.ZstdCompressor().compress(content)
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress,
+        "bzip2": bz2.compress,
+        "xz": lzma.compress,
+    }
+    return pack[packing](content)

@@ -1,7 +1,6 @@
 """Names of files: which are mates, lanes and samples, by the conventions of public tools.
 
-The conventions are those of the tools' own documentation. Each row lists the files that a tool
-writes for one sample called `A`.
+The conventions are in `name_conventions`.
 """
 
 from __future__ import annotations
@@ -13,78 +12,7 @@ import pytest
 
 from virnuc_core.reads.file_names import MateNames, find_mates, group_samples
 
-# By convention: first mates, second mates, files of reads without mates, files left out.
-CONVENTIONS: dict[str, tuple[str, str, str, str]] = {
-    "bcl2fastq, BCL Convert": ("A_S1_L001_R1_001", "A_S1_L001_R2_001", "", "A_S1_L001_I1_001"),
-    "bcl2fastq, without lanes": ("A_S1_R1_001", "A_S1_R2_001", "", "A_S1_I1_001 A_S1_I2_001"),
-    "BCL Convert, R2 has molecular tags": ("A_S1_R1_001", "A_S1_R3_001", "", "A_S1_R2_001"),
-    "index in words": ("A_R1", "A_R2", "", "A_index1"),
-    "CASAVA": ("A_ATCACG_L002_R1_001", "A_ATCACG_L002_R2_001", "", ""),
-    "Illumina pipeline 1.3": ("s_1_1_sequence.txt", "s_1_2_sequence.txt", "", ""),
-    "ENA, SRA": ("A_1", "A_2", "A", ""),
-    "SRA, index reads dropped": ("A_1", "A_3", "", ""),
-    "Element": ("A_R1", "A_R2", "", ""),
-    "MGI, larger flow cell": ("DP8400012345BR_L01_501_1", "DP8400012345BR_L01_501_2", "", ""),
-    "MGI": ("V300012345_L01_23_1", "V300012345_L01_23_2", "", ""),
-    "Novogene": ("A_FKDL19-1a_H7JWNDSX2_L1_1", "A_FKDL19-1a_H7JWNDSX2_L1_2", "", ""),
-    "Novogene, clean": ("A_1.clean", "A_2.clean", "", ""),
-    "BGI": ("A_clean_1", "A_clean_2", "", ""),
-    "Trim Galore": ("A_R1_val_1", "A_R2_val_2", "A_R1_unpaired_1 A_R2_unpaired_2", ""),
-    "Trim Galore after SRA": ("A_1_val_1", "A_2_val_2", "A_1_unpaired_1", ""),
-    "Trim Galore after bcl2fastq": ("A_S1_L001_R1_001_val_1", "A_S1_L001_R2_001_val_2", "", ""),
-    "Trimmomatic -baseout": ("A_1P", "A_2P", "A_1U A_2U", ""),
-    "Trimmomatic, manual": ("A_forward_paired", "A_reverse_paired", "A_forward_unpaired", ""),
-    "Trimmomatic, R1": ("A_R1_paired", "A_R2_paired", "A_R1_unpaired A_R2_unpaired", ""),
-    "Trimmomatic, short words": ("A_R1P", "A_R2P", "A_R1U A_R2U", ""),
-    "Trimmomatic after SRA": ("A_1_paired", "A_2_paired", "A_1_unpaired A_2_unpaired", ""),
-    "fastp": ("A_R1.fastp", "A_R2.fastp", "A_unpaired1", ""),
-    "cutadapt, trimmed": ("A_R1_trimmed", "A_R2_trimmed", "", ""),
-    "cutadapt, trimmed.R1": ("A_trimmed.R1", "A_trimmed.R2", "", ""),
-    "cutadapt, quality": ("A_R1.trim-20", "A_R2.trim-20", "", ""),
-    "cutadapt, own words": ("A_R1_noprimer_len50", "A_R2_noprimer_len50", "", ""),
-    "bbduk": ("A_R1_bbduk", "A_R2_bbduk", "A_singletons_bbduk", ""),
-    "BBTools in1": ("A_read1", "A_read2", "", ""),
-    "hostile": ("A_R1.clean_1", "A_R2.clean_2", "", ""),
-    "hostile after SRA": ("A_1.clean_1", "A_2.clean_2", "", ""),
-    "kneaddata": (
-        "A_R1_kneaddata_paired_1",
-        "A_R1_kneaddata_paired_2",
-        "A_R1_kneaddata_unmatched_1 A_R1_kneaddata_unmatched_2",
-        "",
-    ),
-    "AdapterRemoval": (
-        "A.pair1.truncated",
-        "A.pair2.truncated",
-        "A.singleton.truncated A.collapsed",
-        "",
-    ),
-    "AdapterRemoval 3": ("A.r1", "A.r2", "A.merged A.singleton", ""),
-    "bowtie2 --un-conc": ("A.un.1", "A.un.2", "", ""),
-    "bowtie2 --un-conc-gz": ("A_unmapped.fastq.1", "A_unmapped.fastq.2", "", ""),
-    "bowtie2 --un-conc, mate": ("A.un-conc-mate.1", "A.un-conc-mate.2", "", ""),
-    "STAR": ("A_Unmapped.out.mate1", "A_Unmapped.out.mate2", "", ""),
-    "samtools fastq": ("A.1", "A.2", "A.singleton", ""),
-    "nf-core fastp": ("A_1.fastp", "A_2.fastp", "A.merged", ""),
-    "nf-core cutadapt": ("A_1.trim", "A_2.trim", "", ""),
-    "nf-core trimmomatic": ("A.paired.trim_1", "A.paired.trim_2", "A.unpaired.trim_1", ""),
-    "nf-core cat": ("A_1.merged", "A_2.merged", "", ""),
-    "nf-core bowtie2": ("A.unmapped_1", "A.unmapped_2", "", ""),
-    "nf-core kraken2": ("A.unclassified_1", "A.unclassified_2", "", ""),
-    "nf-core sortmerna": ("A_1.non_rRNA", "A_2.non_rRNA", "", ""),
-    "FLASH": ("A.notCombined_1", "A.notCombined_2", "A.extendedFrags", ""),
-    "PEAR": ("A.unassembled.forward", "A.unassembled.reverse", "A.assembled", ""),
-    "SPAdes, corrected": ("A_R1.fastq.00.0_0.cor", "A_R2.fastq.00.0_0.cor", "", ""),
-    "prinseq": ("A_good_out_R1", "A_good_out_R2", "", ""),
-    "seqkit pair": ("A_1.paired", "A_2.paired", "", ""),
-    "mate before lane": ("A_R1_L001", "A_R2_L001", "", ""),
-    "hyphen": ("A-R1", "A-R2", "", ""),
-    "point": ("A.R1", "A.R2", "", ""),
-    "small letter": ("A_r1", "A_r2", "", ""),
-    "forward and reverse": ("A_Fwd", "A_Rev", "", ""),
-    "F and R": ("A_F", "A_R", "", ""),
-    "left and right": ("A_left", "A_right", "", ""),
-    "PE": ("A_PE1", "A_PE2", "", ""),
-}
+from .name_conventions import CONVENTIONS
 
 
 def with_ending(names: str, ending: str) -> list[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import lzma
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.sources import _PIECE_BYTES, Source
+
+from .made_up import pack_with
 
 FLAG_CRC, FLAG_EXTRA, FLAG_NAME, FLAG_COMMENT = 2, 4, 8, 16
 HEADERS = {
@@ -90,18 +90,6 @@ def test_zstd_with_a_long_window_says_how_to_decompress_it(tmp_path: Path) -> No
     assert content == b""
     assert damage is not None
     assert "zstd -d --long=31" in str(damage)
-
-
-def pack_with(packing: str, content: bytes) -> bytes:
-    """Return one member of a compression format."""
-    if packing == "zstd":
-        return pytest.importorskip("zstandard").ZstdCompressor().compress(content)  # type: ignore[no-any-return]
-    pack: dict[str, Callable[[bytes], bytes]] = {
-        "gzip": gzip.compress,
-        "bzip2": bz2.compress,
-        "xz": lzma.compress,
-    }
-    return pack[packing](content)
 
 
 @pytest.mark.parametrize("between", [b"", bytes(8)], ids=["joined", "zeros between"])
