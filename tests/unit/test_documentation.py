@@ -24,6 +24,7 @@ TUTORIALS = [ROOT / "docs" / "first-hour.md"]
 PLAIN_PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "architecture.md",
+    ROOT / "docs" / "cluster.md",
     ROOT / "docs" / "encoders.md",
     ROOT / "docs" / "licences.md",
     ROOT / "docs" / "performance.md",
