@@ -435,6 +435,9 @@ class TrainSpec(Spec):
     sampling: Literal["even", "natural"] = Field(
         "even", description="of each genome a read in turn, or by chance"
     )
+    balance: Literal["none", "kind", "gc", "kind-gc"] = Field(
+        "none", description="what weighs alike within a class: each kind, each range of GC, or both"
+    )
     validation_share: float = Field(
         0.2, gt=0, le=0.5, description="share of what is not tested to stop by"
     )

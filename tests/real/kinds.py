@@ -7,12 +7,29 @@ and writes a table of the figures by kind to OUT/balancing.md. WHEELS is the fol
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from xopen import xopen
 
+from virnuc_core import consensus
+from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec
+from virnuc_core.encoders.model_config import HeadShape, read_shape
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.training.evaluation import by_level, weighted_metrics
+from virnuc_core.training.features import Features, load_features
+from virnuc_core.training.fitting import HEAD_METHOD, cross_validate
+from virnuc_core.training.splits import Examples, choose_examples
+
 from .genomes import Genome, Read, cut, hosts, spread, viruses, write_tables
+from .training import LENGTH, embed, make_models
 
 # The kind of each file in DATA, by the beginning of its name.
 KIND_OF_FILE: Final = {
@@ -125,3 +142,143 @@ def write_reads_of_kinds(wheels: Path, data: Path, out: Path, length: int) -> Pa
     genomes = all_genomes(wheels, data)
     write_tables(genomes, cut_by_kind(genomes, length), out / "reads")
     return out / "reads"
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+BALANCES: Final = get_args(TrainSpec.model_fields["balance"].annotation)
+REPEATS: Final = 3
+SAMPLES: Final = 1_000  # of the bootstrap
+GC_RICH: Final = 0.6
+
+
+def measure(models: Path, reads: Path, run: RunDir) -> str:
+    """Return a table of figures for each way of balancing, and of differences from none.
+
+    Args:
+        models: The models directory of the embeddings.
+        reads: The beginning of the names of the files with reads and tables.
+        run: The run with the embeddings.
+    """
+    spec = TrainSpec(
+        truth=Path(f"{reads}.truth.tsv"),
+        groups=Path(f"{reads}.groups.tsv"),
+        genomes=Path(f"{reads}.genomes.fasta.gz"),
+        repeats=REPEATS,
+    )
+    store = OrfStore.open(run.store)
+    examples = choose_examples(store, spec)
+    old_shape = read_shape(models / "head" / "config.json", HeadShape)
+    shape = old_shape.model_copy(update={"hidden": spec.hidden})
+    features = load_features(run, store, examples.rows, shape.width)
+    figures_of_balance = {}
+    for balance in BALANCES:
+        balanced_spec = spec.model_copy(update={"balance": balance})
+        table = _score_reads(features, examples, shape, balanced_spec)
+        figures_of_balance[balance] = _bootstrap(table)
+    return _write_table(figures_of_balance)
+
+
+def _score_reads(
+    features: Features, examples: Examples, shape: HeadShape, spec: TrainSpec
+) -> list[pd.DataFrame]:
+    """Return a table of scored reads for each repeat of the cross-validation."""
+    first_rows = features.rows.groupby("read").first()
+    sources = examples.genomes["source"].to_numpy()[first_rows["genome"]]
+    tables = []
+    with threadpool_limits(1), torch.random.fork_rng(devices=[]):
+        for scoring in cross_validate(features, shape, spec)[HEAD_METHOD]:
+            reads = by_level(scoring.rows, scoring.scores)["read"]
+            kinds_and_gc = {"kind": first_rows["kind"], "gc": first_rows["gc"], "source": sources}
+            tables.append(reads.assign(**kinds_and_gc))
+    return tables
+
+
+def _bootstrap(tables: list[pd.DataFrame]) -> dict[str, NDArray[np.float64]]:
+    """Return each figure for all reads and for resampled genomes, [1 + samples].
+
+    The same genomes are drawn in each call, so figures of two trainings can be subtracted.
+    """
+    first = tables[0]
+    cell_of_read = first.groupby(["label", "kind"]).ngroup().to_numpy()
+    source_numbers, _ = pd.factorize(first["source"])
+    rng = np.random.default_rng(0)
+    # Genomes are drawn within each kind, so that no kind is without reads.
+    kind_of_source = pd.Series(cell_of_read).groupby(source_numbers).first()
+    draws = np.ones((1 + SAMPLES, len(kind_of_source)))
+    for kind in kind_of_source.unique():
+        members = np.flatnonzero(kind_of_source == kind)
+        chances = [1 / len(members)] * len(members)
+        draws[1:, members] = rng.multinomial(len(members), chances, SAMPLES)
+    weights = draws[:, source_numbers]  # [samples, reads]
+    totals = np.zeros((len(weights), cell_of_read.max() + 1))
+    for cell in range(totals.shape[1]):
+        totals[:, cell] = weights[:, cell_of_read == cell].sum(axis=1)
+    even_weights = weights / np.maximum(totals, 1e-9)[:, cell_of_read]  # each kind alike
+    is_virus = first["label"].to_numpy() == 1
+    is_rich = first["gc"].to_numpy() >= GC_RICH
+    sums: dict[str, NDArray[np.float64]] = {}
+    for table in tables:
+        called = consensus.is_viral(table["score"].to_numpy(), DEFAULT_THRESHOLD).astype(float)
+        figures = {
+            "AUROC": weighted_metrics(table, weights)["auroc"].to_numpy(),
+            "AUROC, kinds alike": weighted_metrics(table, even_weights)["auroc"].to_numpy(),
+            "recall": _share(called, weights, is_virus),
+            "recall, kinds alike": _share(called, even_weights, is_virus),
+            "recall at 60 % GC or more": _share(called, weights, is_virus & is_rich),
+            "false positives": _share(called, weights, ~is_virus),
+            "false positives, kinds alike": _share(called, even_weights, ~is_virus),
+            "false positives at 60 % GC or more": _share(called, weights, ~is_virus & is_rich),
+        }
+        for name, values in figures.items():
+            sums[name] = sums.get(name, 0) + values / len(tables)
+    return sums
+
+
+def _share(
+    called: NDArray[np.float64], weights: NDArray[np.float64], is_wanted: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return the weighted share of some reads that was called viral, [samples]."""
+    shares: NDArray[np.float64] = (
+        weights[:, is_wanted] @ called[is_wanted] / weights[:, is_wanted].sum(axis=1)
+    )
+    return shares
+
+
+def _write_table(figures_of_balance: dict[str, dict[str, NDArray[np.float64]]]) -> str:
+    """Return a table in Markdown: the figures without balancing, and differences from them."""
+    header = ["figure", *BALANCES]
+    lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
+    base = figures_of_balance["none"]
+    for name, base_samples in base.items():
+        cells = [name, _interval(base_samples)]
+        for balance in BALANCES[1:]:
+            difference = figures_of_balance[balance][name] - base_samples
+            cells.append(_interval(difference, sign="+"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _interval(samples: NDArray[np.float64], sign: str = "") -> str:
+    """Return the value for all reads, and the 95 % interval over resampled genomes."""
+    low, high = np.nanquantile(samples[1:], (0.025, 0.975))
+    return f"{samples[0]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def main() -> None:
+    """Cut reads, embed them once, and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("wheels", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True)
+    reads = write_reads_of_kinds(arguments.wheels, arguments.data, arguments.out, LENGTH)
+    models = make_models(arguments.wheels, arguments.out).real
+    run = embed(reads, models, arguments.out / "run")
+    table = measure(models, reads, run)
+    (arguments.out / "balancing.md").write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

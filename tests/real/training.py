@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read
 from virnuc_core.training.train_file import TRAIN_FILE, TrainFile
 
@@ -82,6 +83,23 @@ def train(reads: Path, models: Path, out: Path, *options: str) -> TrainFile:
     environment = os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
     subprocess.run(command, check=True, env=environment)
     return read(out / TRAIN_FILE, TrainFile)
+
+
+def embed(reads: Path, models: Path, out: Path) -> RunDir:
+    """Embed labelled reads as a training does, without fragments of their genomes.
+
+    Args:
+        reads: The beginning of the names of the files with reads and tables.
+        models: The models directory.
+        out: The training directory.
+    """
+    command = [VIRNUC, "train", f"{reads}.fasta.gz", "--no-progress"]
+    command += ["--truth", f"{reads}.truth.tsv", "--groups", f"{reads}.groups.tsv"]
+    command += ["--models", models, "--model-length", str(LENGTH), "--repeats", "0"]
+    command += ["--devices", "cpu:2", "--seed", str(SEED), "-o", out]
+    environment = os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
+    subprocess.run(command, check=True, env=environment)
+    return RunDir(out)
 
 
 def figures_table(trainings: dict[str, TrainFile]) -> str:

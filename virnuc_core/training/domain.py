@@ -24,30 +24,14 @@ from virnuc_core.training.evaluation import (
     cluster_precision,
     cluster_share,
 )
+from virnuc_core.training.features import GC_BOUNDS
 from virnuc_core.training.truth import KIND, VIRUS
 
-GC_BOUNDS: Final = (0.3, 0.4, 0.5, 0.6)  # between the bins of the tables
 LENGTH_BOUNDS: Final = (100, 150, 200, 300, 500, 1_000)  # first bases of the bins but the first
 RANGE: Final = (0.05, 0.95)  # quantiles of GC content and read length that the card names
 MAX_KINDS: Final = 40  # of a class that the card lists; the rarest of more are put together
 MAX_KIND_LETTERS: Final = 60
 FURTHER_KINDS: Final = "further kinds"
-
-
-def gc_shares(store: OrfStore, uniques: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the share of G and C in the DNA of distinct sequences, [uniques].
-
-    Args:
-        store: The staged reads.
-        uniques: Numbers of the sequences.
-    """
-    letters = np.asarray(store.dna_bytes[:])
-    is_gc = (letters == ord("G")) | (letters == ord("C"))
-    n_gc_before = np.concatenate([[0], np.cumsum(is_gc)])  # of each place in `letters`
-    offsets = np.asarray(store.dna_offsets[:])
-    starts, ends = offsets[uniques], offsets[uniques + 1]
-    shares: NDArray[np.float64] = (n_gc_before[ends] - n_gc_before[starts]) / (ends - starts)
-    return shares
 
 
 def judge_reads(
@@ -61,7 +45,7 @@ def judge_reads(
     Args:
         store: The staged reads.
         genomes: The genomes by number, with the columns kind and source.
-        scorings: Scores of the same frames, once for each repeat.
+        scorings: Scores of the same frames, once for each repeat. The frames have a column gc.
         closed_reads: Reads without an open frame, with the columns read, label, genome and weight.
             Those of genomes without a scored read are left out.
 
@@ -70,10 +54,10 @@ def judge_reads(
         genome), bases, gc (NaN without a frame), has_frame, called (share of the scorings in which
         it was called viral) and weight (how many reads it stands for).
     """
-    rows = scorings[0].rows
-    rows = rows.assign(gc=gc_shares(store, rows["unique"].to_numpy()))
-    scored = rows.groupby("read").agg(
-        label=("label", "first"), genome=("genome", "first"), gc=("gc", "mean")
+    scored = (
+        scorings[0]
+        .rows.groupby("read")
+        .agg(label=("label", "first"), genome=("genome", "first"), gc=("gc", "mean"))
     )
     called = np.zeros(len(scored))
     for scoring in scorings:

@@ -19,13 +19,14 @@ from virnuc_core.training.evaluation import Floats
 
 FOUR_MERS: Final = tuple("".join(letters) for letters in product("ACGT", repeat=4))
 MAX_LOST_PERCENT: Final = 1  # of frames without a finite embedding
+GC_BOUNDS: Final = (0.3, 0.4, 0.5, 0.6)  # between the bins of GC content
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
     """Frames with what is learnt from them."""
 
-    rows: pd.DataFrame
+    rows: pd.DataFrame  # with the column gc (share of G and C in the DNA)
     embeddings: Tensor  # [rows, width] float32
     four_mers: Floats  # [rows, 256] shares of each 4-mer of the DNA
 
@@ -67,6 +68,7 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
             f"{run.root}: {n_lost} of {len(rows)} frames have no finite embedding; "
             "see its failed.tsv"
         )
+    rows = rows.assign(gc=gc_shares(store, rows["unique"].to_numpy()))
     features = Features(rows, embeddings[unique_of_row], four_mers[unique_of_row])
     return features.select(kept_rows)
 
@@ -84,4 +86,20 @@ def _four_mer_shares(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
         vocabulary=FOUR_MERS,
     )
     shares: Floats = vectorizer.fit_transform(texts).toarray()
+    return shares
+
+
+def gc_shares(store: OrfStore, uniques: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the share of G and C in the DNA of distinct sequences, [uniques].
+
+    Args:
+        store: The staged reads.
+        uniques: Numbers of the sequences.
+    """
+    letters = np.asarray(store.dna_bytes[:])
+    is_gc = (letters == ord("G")) | (letters == ord("C"))
+    n_gc_before = np.concatenate([[0], np.cumsum(is_gc)])  # of each place in `letters`
+    offsets = np.asarray(store.dna_offsets[:])
+    starts, ends = offsets[uniques], offsets[uniques + 1]
+    shares: NDArray[np.float64] = (n_gc_before[ends] - n_gc_before[starts]) / (ends - starts)
     return shares

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
@@ -19,9 +20,9 @@ from virnuc_core.encoders.classifier import Classifier, probabilities
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.training.evaluation import Floats, ScoredRows
-from virnuc_core.training.features import Features
+from virnuc_core.training.features import GC_BOUNDS, Features
 from virnuc_core.training.splits import assign_folds, assign_training_sides, subsample
-from virnuc_core.training.truth import TEST_SIDE, TRAIN_SIDE, VALIDATION_SIDE, VIRUS
+from virnuc_core.training.truth import KIND, TEST_SIDE, TRAIN_SIDE, VALIDATION_SIDE, VIRUS
 
 HEAD_METHOD: Final = "head"
 BATCH_ROWS: Final = 128
@@ -29,6 +30,8 @@ STEP_EPOCHS: Final = 10  # after so many epochs the learning rate is multiplied 
 STEP_DECAY: Final = 0.85
 MIN_SPREAD: Final = 1e-3  # a column that varies less is not scaled up further
 BASELINE_ROWS: Final = 2_500  # of a class that a baseline learns from
+MAX_WEIGHT: Final = 5.0  # of a row, if its kind or GC content is rare; the mean is 1
+BALANCE_ROUNDS: Final = 20
 REPEAT_SEEDS: Final = 1_000  # distance of the seeds of two cross-validations
 
 Scorer = Callable[[Features], Floats]  # P(virus) of each row
@@ -55,10 +58,11 @@ class FittedMethods:
 
 @dataclass(frozen=True, slots=True)
 class _LabelledVectors:
-    """Standardised embeddings and their labels."""
+    """Standardised embeddings, their labels and how much each counts."""
 
     embeddings: Tensor  # [rows, width]
     labels: Tensor  # [rows]
+    weights: Tensor  # [rows]
 
 
 # --- Baselines ------------------------------------------------------------------------------------
@@ -82,15 +86,19 @@ BASELINES: Final[dict[str, Callable[[Features], NDArray[Any]]]] = {
 METHODS: Final = (HEAD_METHOD, *BASELINES)
 
 
-def _fit_baseline(features: Features, view: Callable[[Features], NDArray[Any]]) -> Scorer:
+def _fit_baseline(
+    features: Features, view: Callable[[Features], NDArray[Any]], balance: str
+) -> Scorer:
     """Fit a logistic regression, and return the function that scores rows with it.
 
     Args:
         features: The rows to learn from.
         view: Returns what the baseline may see of some rows: their embeddings or their 4-mers.
+        balance: What weighs alike within a class, see `balance_weights`.
     """
     model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
-    model.fit(view(features), features.rows["label"])
+    weights = balance_weights(features.rows, balance)
+    model.fit(view(features), features.rows["label"], logisticregression__sample_weight=weights)
     return partial(_score_by_baseline, model, view)
 
 
@@ -194,7 +202,7 @@ def fit_methods(
     n_baseline_rows = min(len(training.rows), len(LABELS) * BASELINE_ROWS)
     baseline_rows = training.select(np.arange(n_baseline_rows))  # the rows are in random order
     for name, view in BASELINES.items():
-        scorers[name] = _fit_baseline(baseline_rows, view)
+        scorers[name] = _fit_baseline(baseline_rows, view, spec.balance)
     return FittedMethods(head, scorers)
 
 
@@ -214,6 +222,55 @@ def _balanced_sample(
     n_rows_of_rarer_class = int(candidates["label"].value_counts().min())
     chosen_rows = subsample(candidates, n_rows_of_rarer_class, sampling, rng)
     return features.select(rng.permutation(chosen_rows.to_numpy()))
+
+
+def balance_weights(rows: pd.DataFrame, balance: str) -> Floats:
+    """Return how much each row counts in the training, so that rare kinds of reads count enough.
+
+    Both classes keep their total weight. Within a class, the weights are fitted in turn to equal
+    totals of each kind and of each range of GC content (iterative proportional fitting; Deming and
+    Stephan 1940, Annals of Mathematical Statistics 11:427). No row counts more than about
+    `MAX_WEIGHT` rows, because few rows would otherwise be learnt by heart.
+
+    Args:
+        rows: Rows with the columns label, kind and gc.
+        balance: "kind", "gc", or "kind-gc" for both. "none": each row counts once.
+
+    Returns:
+        The weights, [rows]; their mean is 1 in each class.
+    """
+    groupings = []
+    if "kind" in balance:
+        groupings.append(rows[KIND].to_numpy(object))
+    if "gc" in balance:
+        groupings.append(np.digitize(rows["gc"].to_numpy(), GC_BOUNDS))
+    weights = np.ones(len(rows))
+    for label in range(len(LABELS)):
+        is_of_class = rows["label"].to_numpy() == label
+        if is_of_class.any():
+            groupings_of_class = [grouping[is_of_class] for grouping in groupings]
+            weights[is_of_class] = _equal_group_weights(groupings_of_class, int(is_of_class.sum()))
+    return weights
+
+
+def _equal_group_weights(groupings: list[NDArray[Any]], n_rows: int) -> Floats:
+    """Return weights with the mean 1, with which the groups of each grouping have equal totals.
+
+    Args:
+        groupings: For each grouping, the group of each row, [rows].
+        n_rows: Number of rows.
+    """
+    weights = np.ones(n_rows)
+    numbered_groupings = [pd.factorize(grouping)[0] for grouping in groupings]
+    for _ in range(BALANCE_ROUNDS):
+        for group_of_row in numbered_groupings:
+            totals = np.bincount(group_of_row, weights)
+            weights *= n_rows / len(totals) / totals[group_of_row]
+    # What the heaviest rows lose goes to all others, of which some may then be too heavy.
+    for _ in range(BALANCE_ROUNDS):
+        weights = np.minimum(weights, MAX_WEIGHT)
+        weights *= n_rows / weights.sum()
+    return weights
 
 
 def _score_by_head(network: nn.Module, features: Features) -> Floats:
@@ -243,13 +300,13 @@ def fit_head(
         shape: Sizes of the head.
         training: Rows to train on.
         validation: Rows whose loss decides when to stop, and which epoch is best.
-        spec: Epochs, patience and learning rate.
+        spec: Epochs, patience, learning rate, and what weighs alike within a class.
     """
     network = _new_network(shape)
     means = training.embeddings.mean(0)  # [width]
     spreads = training.embeddings.std(0, correction=0).clamp_min(MIN_SPREAD)  # [width]
-    training_vectors = _standardise(training, means, spreads)
-    validation_vectors = _standardise(validation, means, spreads)
+    training_vectors = _standardise(training, means, spreads, spec.balance)
+    validation_vectors = _standardise(validation, means, spreads, spec.balance)
     optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
     epoch = 0
@@ -289,10 +346,13 @@ def _new_network(shape: HeadShape) -> Classifier:
     return network
 
 
-def _standardise(features: Features, means: Tensor, spreads: Tensor) -> _LabelledVectors:
-    """Return embeddings with mean 0 and spread 1 in each column, and their labels."""
+def _standardise(
+    features: Features, means: Tensor, spreads: Tensor, balance: str
+) -> _LabelledVectors:
+    """Return embeddings with mean 0 and spread 1 in each column, their labels and weights."""
     labels = torch.tensor(features.rows["label"].to_numpy(np.int64))
-    return _LabelledVectors((features.embeddings - means) / spreads, labels)
+    weights = torch.tensor(balance_weights(features.rows, balance), dtype=torch.float32)
+    return _LabelledVectors((features.embeddings - means) / spreads, labels, weights)
 
 
 def _train_epoch(
@@ -306,7 +366,8 @@ def _train_epoch(
             continue  # batch norm cannot learn from one row
         optimiser.zero_grad()
         outputs = network(training.embeddings[batch])
-        nn.functional.cross_entropy(outputs, training.labels[batch]).backward()
+        losses = nn.functional.cross_entropy(outputs, training.labels[batch], reduction="none")
+        (losses * training.weights[batch]).mean().backward()
         optimiser.step()
 
 
@@ -318,4 +379,5 @@ def _validation_loss(network: nn.Module, validation: _LabelledVectors) -> float:
     network.eval()
     with torch.inference_mode():
         outputs = network(validation.embeddings)
-        return float(nn.functional.cross_entropy(outputs, validation.labels))
+        losses = nn.functional.cross_entropy(outputs, validation.labels, reduction="none")
+        return float((losses * validation.weights).mean())

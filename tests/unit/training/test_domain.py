@@ -10,8 +10,9 @@ import pytest
 
 from virnuc_core.encoders.model_config import DomainRow, HeadShape, read_shape, write_shape
 from virnuc_core.training.clusters import independent_genomes, source_sequence
-from virnuc_core.training.domain import FURTHER_KINDS, MAX_KINDS, describe_domain, gc_shares
+from virnuc_core.training.domain import FURTHER_KINDS, MAX_KINDS, describe_domain
 from virnuc_core.training.evaluation import cluster_precision, cluster_share
+from virnuc_core.training.features import gc_shares
 from virnuc_core.training.train_file import TrainFile
 
 from .conftest import TrainingRun

@@ -278,6 +278,17 @@ def test_a_training_that_fails_leaves_no_figures_of_another_head(
     assert not (training_run.run.root / "train.json").exists()
 
 
+@pytest.mark.parametrize("balance", ["kind", "gc", "kind-gc"])
+def test_a_balanced_training_is_recorded_and_gives_another_head(
+    training_run: TrainingRun, balance: str
+) -> None:
+    """The kinds are those of the labels, so that only GC content can be balanced here."""
+    plain_digest = training_run.train(epochs=2).digests["head"]
+    training = training_run.train(epochs=2, balance=balance)
+    assert training.settings["balance"] == balance
+    assert (training.digests["head"] == plain_digest) == (balance == "kind")
+
+
 def test_the_recorded_loss_is_lower_than_that_of_guessing(training_run: TrainingRun) -> None:
     loss_of_guessing = nn.functional.cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item()
     assert training_run.train().validation_loss < loss_of_guessing
