@@ -102,7 +102,8 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     )
     if table.errors:
         raise _error_of_samples(table)
-    message = f"{len(runs)} samples: {answer.message}"
+    noun = "sample" if len(runs) == 1 else "samples"
+    message = f"{len(runs)} {noun}: {answer.message}"
     empty_samples = [name for name, row in table.rows.items() if row.reads == 0]
     if empty_samples:
         message += f"; without reads: {join_first(empty_samples)}"

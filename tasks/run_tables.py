@@ -33,7 +33,7 @@ def stage_rows(summary: RunSummary) -> Rows:
         else:
             seconds_text = "not measured"
         if name == OVERLAPPED:
-            seconds_text = f"-{seconds_text}"  # counted twice, so it is subtracted from the total
+            title = "At the same time as other parts (counted once in the total)"
         share = None if seconds is None else _percent(seconds, total_s)
         rows.append({"stage": title, "seconds": seconds_text, "share": share})
     title = Markdown("**Total wall time**")

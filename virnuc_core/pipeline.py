@@ -40,7 +40,7 @@ from virnuc_core.errors import (
     UnsafeFileError,
 )
 from virnuc_core.input_names import is_remote
-from virnuc_core.lease import require_lease
+from virnuc_core.lease import require_lease, waited_s
 from virnuc_core.reads.sources import local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -62,7 +62,6 @@ from virnuc_core.runfiles import (
 )
 from virnuc_core.safe_files import read_file, remove_file
 from virnuc_core.system_errors import list_folder, path_exists
-from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
 
@@ -751,6 +750,7 @@ def _compute(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
+        waited_s=waited_s(),
         stages={stage.name: stage.seconds for stage in clock.times()},
         # RunSummary ignores the counts that it has no field for.
         **asdict(store.counts) | _trust_facts(job),
@@ -794,9 +794,6 @@ def _compute(
     # The summary is written last: a run is complete if summary.json exists.
     remove_file(job.run.journal, job.run.root, missing_ok=True)
     write(job.run.summary, summary)
-    if monitor.alone:  # the lines of several runs at the same time would be mixed
-        for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
-            log.info("%s", line)
     return summary
 
 

@@ -709,6 +709,9 @@ class RunCounts(RunFile):
     wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
+    # From the start of the command to this file: what the user waited for. None for old files, and
+    # for runs that no command has started.
+    waited_s: Seconds | None = None
     # The nine stages and the other parts of `telemetry.tables.ROWS`. None: fused with another.
     stages: dict[str, Seconds | None] = {}
     n_reads: Count | None = None

@@ -21,10 +21,7 @@ def answer_lines(answer: Answer, width: int | None = None) -> list[str]:
     """
     if width is None:
         width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
-    headline = answer.headline
-    if answer.reads:
-        headline += f" ({_percent(answer.viral, answer.reads)} of the reads)"
-    lines = textwrap.wrap(headline, width)
+    lines = textwrap.wrap(answer.headline, width)
     if answer.reads:
         lines += ["", *_count_lines(answer)]
     if answer.remarks:
@@ -34,8 +31,12 @@ def answer_lines(answer: Answer, width: int | None = None) -> list[str]:
 
 
 def _count_lines(answer: Answer) -> list[str]:
-    """Return a line for each count: reads with a score, without a verdict, and too short."""
-    counts = {"with a score": answer.scored, "without a verdict": answer.without_verdict}
+    """Return a line for each count: viral, with a score, without a verdict, and too short."""
+    counts = {
+        "viral": answer.viral,
+        "with a score": answer.scored,
+        "without a verdict": answer.without_verdict,
+    }
     for reason, count in answer.why_without_verdict.items():
         counts[f"{INDENT}{reason}"] = count
     if answer.too_short is not None:

@@ -91,11 +91,13 @@ app = App(
 )
 app.register_install_completion_command()
 for _position, _entry in enumerate(COMMANDS):
+    _help_texts = {"help_epilogue": f"Example: {_entry.example}"} if _entry.example else {}
     app.command(
         _entry.import_path,
         name=_entry.name,
         help=_entry.summary,
         sort_key=_position,
+        **_help_texts,
     )
 
 

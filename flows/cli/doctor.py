@@ -8,9 +8,10 @@ the machine, `doctor_server` those of Prefect, `doctor_compute` the computation.
 """
 
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -30,6 +31,7 @@ from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc_core.encoders.verify import Check, Verdict
 from virnuc_core.errors import VirnucError
 
+ERASE_LINE: Final = "\r\x1b[2K"  # of a terminal
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
 
 
@@ -64,9 +66,11 @@ def doctor(
         checks["compute"] = check_compute(devices)
     started_s = time.perf_counter()
     counts = Counter[Verdict]()
-    for check in run_checks(checks):
+    for check in run_checks(checks, on_start=_show_started):
         counts[check.verdict] += 1
-        print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
+        line = f"{MARKS[check.verdict]}  {check.name}: {check.detail}"
+        print(f"{_erasure()}{line}", flush=True)
+    print(_erasure(), end="")
     elapsed_s = time.perf_counter() - started_s
     soundness = "not sound" if counts["fail"] else "sound"
     summary = f"{counts['fail']} failed, {counts['warn']} warnings, {elapsed_s:.1f} s"
@@ -74,7 +78,20 @@ def doctor(
     return 1 if counts["fail"] else 0
 
 
-def run_checks(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
+def _show_started(name: str) -> None:
+    """Show on a terminal which check runs now. Its result replaces the line."""
+    if sys.stdout.isatty():
+        print(f"{_erasure()}…     {name}: checking", end="", flush=True)
+
+
+def _erasure() -> str:
+    """Return what erases the present line of a terminal; nothing for a file or pipe."""
+    return ERASE_LINE if sys.stdout.isatty() else ""
+
+
+def run_checks(
+    checks: Mapping[str, Iterator[Check]], on_start: Callable[[str], None] | None = None
+) -> Iterator[Check]:
     """Yield the results of all checks, one after the other.
 
     A check is an iterator that yields its results. If it raises an error instead, a failed result
@@ -82,9 +99,18 @@ def run_checks(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
 
     Args:
         checks: The checks by name.
+        on_start: Called with the name of a check before it runs, also before each further result.
     """
+    notify = on_start or _ignore
     for name, results in checks.items():
+        notify(name)
         try:
-            yield from results
+            for check in results:
+                yield check
+                notify(name)
         except (VirnucError, OSError) as error:
             yield Check(name, "fail", str(error))
+
+
+def _ignore(_name: str) -> None:
+    """Do nothing when a check starts."""

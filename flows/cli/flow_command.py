@@ -19,6 +19,7 @@ from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
 from virnuc_core.answer import Answer
 from virnuc_core.errors import printable
+from virnuc_core.lease import waited_s
 
 # exit codes
 CRITERION_FAILED: Final = 5
@@ -71,6 +72,7 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
         outcome = terminal.run_from_terminal(spec.function, spec.settings, settings)
         code = exit_code(outcome)
         facts = spec.facts(settings)
+        facts["Time"] = f"{waited_s() or 0.0:.1f} s"
         if spec.has_page:
             facts["In the UI"] = NOT_IN_UI
             if outcome.flow_run_id is not None:
@@ -82,12 +84,33 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
             say(spec.text(settings).read_text(encoding="utf-8"))
         if spec.tables:
             _show_tables(spec.tables, settings, outcome.value)
+        if settings.verbose:
+            say(*_stage_lines(outcome.value))
         say(*_closing_lines(outcome))
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         return code
 
     return run
+
+
+def _stage_lines(result: object) -> list[str]:
+    """Return the nine stages of a run with their times; nothing for results without stages."""
+    from virnuc_core.runfiles import RunSummary  # every flow has imported it by now
+    from virnuc_core.telemetry.live import pipeline_summary
+    from virnuc_core.telemetry.tables import StageTime
+
+    if not isinstance(result, RunSummary) or not result.stages:
+        return []
+    stages = [StageTime(name, seconds) for name, seconds in result.stages.items()]
+    total_s = result.total_s or 0.0
+    lines = pipeline_summary(stages, total_s).splitlines()
+    if result.waited_s is not None and result.waited_s > total_s:
+        start_s = result.waited_s - total_s
+        lines.append(
+            f"Beside the run: {start_s:.1f} s, to start the command and to check its input"
+        )
+    return [*lines, ""]
 
 
 def _closing_lines(outcome: Outcome[Any]) -> list[str]:

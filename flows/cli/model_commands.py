@@ -28,7 +28,11 @@ HeadLength = Annotated[
 ]
 StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
 
-models = App(name="models", help="Make, convert, fetch or check weights.")
+models = App(
+    name="models",
+    help="Make, convert, fetch or check weights.",
+    help_epilogue="Example: virnuc models verify models",
+)
 
 
 @models.command(name="init-random")

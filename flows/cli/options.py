@@ -3,17 +3,18 @@
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from virnuc.flows.parameters import Result, Settings, build, fields_of, set_signature
 from virnuc_core import config
 from virnuc_core.confidential import EMAIL_VARIABLE
-from virnuc_core.config import Spec
+from virnuc_core.config import EngineSpec, Spec
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
@@ -36,6 +37,87 @@ ENVIRONMENT: Final = {
 OTHER_VARIABLES: Final = {"disable_checkpointing": "VIRNUCPRO_DISABLE_CHECKPOINTING"}
 
 
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """Options that stand together in the help text, under a title.
+
+    Attributes:
+        title: The title.
+        names: The fields of settings that belong to it.
+    """
+
+    title: str
+    names: tuple[str, ...]
+
+
+# In the order of the help text. An option that no group names stands under "Further options".
+OPTION_GROUPS: Final = (
+    OptionGroup(
+        "Input",
+        (
+            *("reads", "inbox", "mates_1", "mates_2", "interleaved", "pairs", "samples"),
+            *("sample_from", "read_group", "subset", "simulate", "reads_seed", "on_error"),
+            *("strict", "email", "truth", "pattern"),
+        ),
+    ),
+    OptionGroup(
+        "Output",
+        (
+            *("out", "force", "write_viral", "write_nonviral", "quiet", "no_progress", "verbose"),
+            *("as_json", "metrics_file"),
+        ),
+    ),
+    OptionGroup("Models and verdicts", ("models", "head", "threshold", "fdr", "abstain")),
+    OptionGroup(
+        "Devices and machines",
+        (
+            *("devices", "cluster", "nodes", "node_wait_s", "mixed_devices", "models_local"),
+            "transfer",
+        ),
+    ),
+    OptionGroup(
+        "Speed",
+        (
+            *("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens"),
+            *("num_workers", "prefetch_factor", "stage_workers", "settings"),
+            "disable_checkpointing",
+        ),
+    ),
+    OptionGroup("Prefect", ("no_prefect",)),
+)
+FURTHER_OPTIONS: Final = "Further options"
+
+
+def option_group(name: str) -> Group:
+    """Return the group of the help text in which the option of a field stands."""
+    for position, group in enumerate(OPTION_GROUPS):
+        if name in group.names:
+            return Group(group.title, sort_key=position)
+    return Group(FURTHER_OPTIONS, sort_key=len(OPTION_GROUPS))
+
+
+def shown_default(name: str, field: FieldInfo, *, has_profile: bool) -> str | None:
+    """Return the value that is used if an option is not given; None if there is none to show.
+
+    A field of the engine that is not set has the profile's value or, in commands that take no
+    profile, the engine's own default.
+
+    Args:
+        name: The name of the field.
+        field: The field.
+        has_profile: Whether the command takes a profile.
+    """
+    if name in EngineSpec.model_fields and field.default in (None, "default"):
+        return "the profile's" if has_profile else str(EngineSpec.model_fields[name].default)
+    if field.is_required() or field.default in (None, False, (), ""):
+        return None
+    if field.default is True:
+        return "yes"
+    if isinstance(field.default, tuple):
+        return " ".join(map(str, field.default))
+    return str(field.default)
+
+
 class OnTerminal(Spec):
     """What is seen of a flow that is started from a terminal."""
 
@@ -43,6 +125,7 @@ class OnTerminal(Spec):
     no_progress: Flag = Field(
         False, description="plain lines in the place of live bars, as in a pipe"
     )
+    verbose: Flag = Field(False, description="the nine stages and their times, before the result")
     as_json: Json = False
     debug: Annotated[bool, Parameter(parse=False)] = False
 
@@ -98,12 +181,16 @@ def _command_parameters(
         )
     for name, field in fields.items():
         if name not in positional:
-            annotation = _option_type(name, field, is_positional=False)
+            annotation = _option_type(
+                name, field, is_positional=False, has_profile="profile" in fields
+            )
             parameters.append(own_parameters[name].replace(annotation=annotation))
     return parameters
 
 
-def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
+def _option_type(
+    name: str, field: FieldInfo, *, is_positional: bool, has_profile: bool = False
+) -> Any:
     """Return the type of a field, annotated with the name and help text of its option.
 
     Bounds of numbers are not part of the type, because the settings model checks them.
@@ -112,21 +199,23 @@ def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
         name: The name of the field.
         field: The field.
         is_positional: The value may be given without the option's name.
+        has_profile: Whether the command takes a profile.
     """
     parsed_type = _parsed_type(name, field)
     names = [f"--{name.replace('_', '-')}"]
     if name in SHORT_OPTIONS:
         names.append(SHORT_OPTIONS[name])
-    # Such a default means "not given". Showing it would tell the user nothing.
+    default_text = shown_default(name, field, has_profile=has_profile)
     variables = [table[name] for table in (ENVIRONMENT, OTHER_VARIABLES) if name in table]
-    is_without_default = field.default in (None, False, ())
     parameter = Parameter(
         name=names,
         help=field.description,
         negative_iterable=(),  # no option `--empty-...` for lists
         consume_multiple=typing.get_origin(parsed_type) is tuple,  # `--reads a.fq b.fq`
         env_var=variables,
-        show_default=not (is_positional or is_without_default),
+        # cyclopts calls the function with the default and shows what it returns.
+        show_default=default_text is not None and not is_positional and (lambda _: default_text),
+        group=option_group(name),
     )
     own_hints = [hint for hint in field.metadata if isinstance(hint, Parameter)]
     return Annotated[(parsed_type, parameter, *own_hints)]

@@ -21,7 +21,7 @@ from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import printable
-from virnuc_core.lease import command_start_s
+from virnuc_core.lease import command_start_s, note_command
 
 
 def run_from_terminal(function_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
@@ -42,6 +42,7 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
         VirnucError: The flow cannot run on these settings, failed or was cancelled.
     """
     _keep_in_memory(settings)
+    note_command()
     prepare_prefect()
     server = choose_server(settings)
     has_named_server = server is not None and server.temporary is None
@@ -84,7 +85,6 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
                 fallback = None if server.is_needed else run_alone
                 outcome = run_flow(flow, values, lambda: _wait_for(server, settings), fallback)
     _raise_failure(outcome)
-    _report_progress(settings, "done")
     return outcome
 
 

@@ -48,6 +48,7 @@ from virnuc.flows.cli.doctor_server import (
 from virnuc_core import gpus
 from virnuc_core.answer import RANDOM_NOTE
 from virnuc_core.config import Devices
+from virnuc_core.encoders.verify import Check
 from virnuc_core.engine.devices import auto_remark
 from virnuc_core.gpus import Gpu, Occupancy
 from virnuc_core.runfiles import Device
@@ -398,3 +399,15 @@ def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
     for check in checks:
         if check.verdict == "fail" and check.name == "kernels":
             assert check.detail == f"they need Triton, {triton_problem}"
+
+
+def test_each_check_is_named_before_it_runs() -> None:
+    events = []
+
+    def slow_check() -> Iterator[Check]:
+        events.append("runs")
+        yield Check("disk", "ok", "there is room")
+
+    for check in run_checks({"disk": slow_check()}, on_start=events.append):
+        events.append(check.detail)
+    assert events[:3] == ["disk", "runs", "there is room"]

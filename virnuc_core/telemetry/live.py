@@ -280,7 +280,7 @@ def clock_text(seconds: float) -> str:
 
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
-    """Return the block `PIPELINE SUMMARY` for the log.
+    """Return the block `PIPELINE SUMMARY`.
 
     It has a line for each stage, the whole time, and a line for all else that took time, such as
     starting up. The stages and the rest add up to the whole time.
@@ -296,14 +296,19 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
         lines.append(f"{title}  {_stage_text(stage_of_name.get(name), total_s)}")
     lines.append(f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)")
     other_parts = []
+    overlapped_s = None
     for stage in stages:
-        is_other = stage.name not in STAGES
-        if is_other and stage.seconds and stage.seconds >= MIN_SHOWN_S:
-            # Time that overlapped with a stage was counted twice, so it is taken off.
-            sign = "-" if stage.name == OVERLAPPED else ""
-            other_parts.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
+        is_shown = stage.seconds is not None and stage.seconds >= MIN_SHOWN_S
+        if not is_shown or stage.name in STAGES:
+            continue
+        if stage.name == OVERLAPPED:
+            overlapped_s = stage.seconds
+        else:
+            other_parts.append(f"{stage.name} {stage.seconds:.1f} s")
     if other_parts:
         lines.append(f"The rest: {', '.join(other_parts)}")
+    if overlapped_s:
+        lines.append(f"Of this, {overlapped_s:.1f} s passed at the same time as other parts.")
     lines.append(RULE)
     return "\n".join(lines)
 
@@ -313,7 +318,7 @@ def _stage_text(stage: StageTime | None, total_s: float) -> str:
     if stage is None:
         return "not measured"
     if stage.seconds is None:  # its work is done within another stage
-        return f"0.0 s (fused into {stage.fused_into})"
+        return f"0.0 s (fused into {stage.fused_into or 'another stage'})"
     share = ""
     if total_s > 0:
         share = f" ({100 * stage.seconds / total_s:.1f} %)"
