@@ -35,6 +35,7 @@ full_urls: dict[str, str] = {}  # the addresses of this process, by their redact
 # Errors that have their cause in the name or the permissions of a file of reads.
 _ERRORS_OF_INPUT: Final = PERMISSION_ERRORS | REFUSED_ERRORS
 _PIECE_BYTES: Final = 1 << 18  # read from a file at a time
+_PIPE_BYTES: Final = 1 << 16  # that wait in a pipe of Linux
 _HEAD_BYTES: Final = 1 << 12  # read to find out whether a file in a folder holds reads
 # The header of a gzip member is shorter: an extra field of 64 KiB at most, a name and a comment
 _GZIP_HEADER_BYTES: Final = 1 << 17
@@ -492,8 +493,8 @@ class Source:
     def n_bytes_used(self) -> int:
         """Return how many bytes of the file are those of the text that `read` returned so far.
 
-        These are bytes as they are on the disk, mostly compressed. Of alignments, and of other
-        formats than gzip and zstd, some further bytes may have been used.
+        These are bytes as they are on the disk, mostly compressed. The number is exact for plain
+        text, gzip and zstd. For alignments, bzip2 and xz it is right to some 100,000 bytes.
         """
         return self._size - self._n_waiting
 
@@ -536,6 +537,8 @@ class Source:
             try:
                 for piece in fastq(pysam, raw_pieces, format_, self.name, sample_filter):
                     self.n_left_out += piece.n_left_out
+                    # One piece is being written to pysam's pipe, which is full.
+                    self._n_waiting = min(_PIECE_BYTES + _PIPE_BYTES, self._size)
                     yield piece.text.encode()
             except InputError as error:
                 self.damage = self.damage or error

@@ -324,6 +324,19 @@ def test_of_a_large_file_the_first_reads_stand_for_all(
         assert part.times[0].seconds == pytest.approx(exact.times[0].seconds, rel=0.15)
 
 
+def test_reads_of_alignments_are_estimated_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("pysam")
+    lines = ["@HD\tVN:1.6"]
+    for name, bases in plain_reads(8000, 150):
+        lines.append(f"{name}\t4\t*\t0\t0\t*\t*\t0\t0\t{bases}\t{'I' * 150}")
+    path = tmp_path / "reads.sam"
+    path.write_text("\n".join(lines) + "\n")
+    spec = InspectSpec(reads=(str(path),), sample=3000, stage_workers=1)
+    statistics = inspect_reads(spec).statistics
+    assert statistics.reads_read == 3000
+    assert statistics.reads == pytest.approx(8000, rel=0.15)
+
+
 def test_exactly_as_many_reads_as_wanted_are_read_of_each_file(tmp_path: Path) -> None:
     for name, n in (("a.fq", 10), ("b.fq", 7), ("c.fq", 3)):
         (tmp_path / name).write_text(fastq(plain_reads(n, 60)))
