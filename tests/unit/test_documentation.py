@@ -27,6 +27,7 @@ PLAIN_PAGES = [
     ROOT / "docs" / "cluster.md",
     ROOT / "docs" / "encoders.md",
     ROOT / "docs" / "licences.md",
+    ROOT / "docs" / "operations.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "report.md",
     ROOT / "docs" / "ui.md",
