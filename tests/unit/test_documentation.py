@@ -29,6 +29,7 @@ PLAIN_PAGES = [
     ROOT / "docs" / "licences.md",
     ROOT / "docs" / "operations.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "reads.md",
     ROOT / "docs" / "report.md",
     ROOT / "docs" / "ui.md",
     *TUTORIALS,
