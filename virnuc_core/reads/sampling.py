@@ -19,10 +19,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.config import ReadsSpec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, VirnucError
 from virnuc_core.input_names import is_remote
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch
-from virnuc_core.reads.file_names import add_word, find_mates
+from virnuc_core.reads.file_names import NamedPair, add_word, find_mates
 from virnuc_core.reads.mate_files import detect_pairs, find_problem_of_pair
 from virnuc_core.reads.pairs import begins_with_pair, pair_batches
 from virnuc_core.reads.parse import parse
@@ -168,16 +168,32 @@ def _warn_of_mates_left_behind(inputs: Inputs, named_files: tuple[str, ...]) -> 
         inputs: The input files.
         named_files: Files and folders that the user named.
     """
-    for name in inputs.singles:
-        if name not in named_files:
-            continue
-        neighbours = [str(path) for path in list_folder(Path(name).parent) if path.is_file()]
-        for pair in find_mates(neighbours).pairs:
-            mates = {pair.first: pair.second, pair.second: pair.first}.get(str(Path(name)))
-            if mates and mates not in inputs.files and not find_problem_of_pair(pair):
-                _log.warning(
-                    "%s: its mates are in %s; -1 and -2 draw both files together", name, mates
-                )
+    left_singles = [Path(name) for name in inputs.singles if name in named_files]
+    for folder in dict.fromkeys(path.parent for path in left_singles):
+        for pair in _find_pairs_in(folder):
+            for file, mates in ((pair.first, pair.second), (pair.second, pair.first)):
+                is_left_behind = Path(file) in left_singles and mates not in inputs.files
+                if is_left_behind and not _is_doubtful(pair):
+                    _log.warning(
+                        "%s: its mates are in %s; -1 and -2 draw both files together", file, mates
+                    )
+
+
+def _find_pairs_in(folder: Path) -> tuple[NamedPair, ...]:
+    """Return the files of a folder that are mates by their names; none if it cannot be listed."""
+    try:
+        names = [str(path) for path in list_folder(folder) if path.is_file()]
+    except (VirnucError, OSError):  # a user may read a file whose folder may not be listed
+        return ()
+    return find_mates(names).pairs
+
+
+def _is_doubtful(pair: NamedPair) -> bool:
+    """Return True if the reads of two files do not agree with their names, or cannot be read."""
+    try:
+        return bool(find_problem_of_pair(pair))
+    except VirnucError:  # such as a file that may not be read here; no command has named it
+        return True
 
 
 def _name_files(out: Path, inputs: Inputs, spec: ReadsSpec) -> tuple[Path, ...]:

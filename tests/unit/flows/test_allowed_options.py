@@ -55,7 +55,8 @@ class Option:
 
     @property
     def is_positional_only(self) -> bool:
-        return self.argument.field_info.kind == self.argument.field_info.POSITIONAL_ONLY
+        field = self.argument.field_info
+        return field.kind in (field.POSITIONAL_ONLY, field.VAR_POSITIONAL)
 
     @property
     def takes_path(self) -> bool:
@@ -146,9 +147,14 @@ def command_line(option: Option, value: Path, inside: Path) -> list[str]:
         words += ["--mates-2", str(inside / "b.fq")]
     if option.name == "mates_2":
         words += ["--mates-1", str(inside / "a.fq")]
-    names = {other.name for other in options_of(option.command, ALL_COMMANDS[option.command])}
+    path_names = {
+        other.name
+        for other in options_of(option.command, ALL_COMMANDS[option.command])
+        if other.takes_path
+    }
     has_reads = option.name in ("reads", "samples", "mates_1", "mates_2")
-    if "mates_1" in names and not has_reads:
+    # The option `--reads` of `virnuc sample` is a number; its inputs are positional.
+    if {"mates_1", "reads"} <= path_names and not has_reads:
         words += ["--reads", str(inside / "a.fq")]
     return words
 

@@ -333,6 +333,24 @@ def test_mates_that_are_left_behind_are_warned_of(
     assert interleaved.startswith(f"{mixed}: mates seem to follow each other")
 
 
+def test_a_file_beside_a_sample_cannot_hinder_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What looks like the mates of a file is no input: it may be anything."""
+    first, second = write_two(tmp_path / "outside", ("a_R1.fq", "a_R2.fq"), make_pairs(30))
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    Path(first).rename(inside / "a_R1.fq")
+    (inside / "a_R2.fq").symlink_to(second)
+    monkeypatch.setenv("VIRNUC_ROOTS", str(inside))
+    sample(ReadsSpec(reads=(str(inside / "a_R1.fq"),)), 5, inside / "out.fq")
+    assert not caplog.messages
+    (inside / "a_R2.fq").unlink()
+    os.mkfifo(inside / "a_R2.fq")  # opening it would wait for ever
+    sample(ReadsSpec(reads=(str(inside / "a_R1.fq"),)), 5, inside / "out.fq", force=True)
+    assert not caplog.messages
+
+
 def test_the_command_takes_mates_as_predict_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
