@@ -201,6 +201,31 @@ def find_problem_of_pair(pair: NamedPair) -> str:
     return ""
 
 
+def find_other_mate_mark(first: str, second: str) -> str:
+    """Return what the ids of mates have before the 1 and the 2 at their ends, in place of `/`.
+
+    The beginning of both files is read.
+
+    Args:
+        first: The FASTQ file of the first mates.
+        second: That of the second mates; the same file if it holds both.
+
+    Returns:
+        `.`, `_` or `:`. Empty if the ids are equal, end in `/1` and `/2`, or cannot be read.
+    """
+    ids = _read_beginning(first).ids
+    other_ids = _read_beginning(second).ids
+    if first == second:
+        ids, other_ids = ids[::2], ids[1::2]
+    if not ids or not other_ids or ids[0] == other_ids[0]:
+        return ""
+    for mark in (b".", b"_", b":"):
+        is_first = all(read_id.endswith(mark + b"1") for read_id in ids)
+        if is_first and all(read_id.endswith(mark + b"2") for read_id in other_ids):
+            return mark.decode()
+    return ""
+
+
 def _warn_of_unjoined(spec: ReadsSpec, names: MateNames) -> None:
     """Log a warning for files that look like mates and are not joined, and for missing files."""
     for unjoined in names.unjoined:

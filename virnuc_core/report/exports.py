@@ -20,6 +20,7 @@ from virnuc_core.report.kraken import (
     SCORE_BINS,
     FragmentCounts,
     ResultTables,
+    find_id_problem,
     write_kraken_reads,
     write_kraken_report,
 )
@@ -103,7 +104,11 @@ def export(
     if is_own_folder and is_real_folder(out):
         _remove_former_names(out, files)
 
-    counts = write_kraken_reads(files.kraken_reads, tables, read_record(run))
+    record = read_record(run)
+    id_problem = find_id_problem(record)
+    if id_problem:
+        log.warning("%s", id_problem)
+    counts = write_kraken_reads(files.kraken_reads, tables, record)
     write_kraken_report(files.kraken_report, counts)
     if counts.num_orphans:
         log.warning(

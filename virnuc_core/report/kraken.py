@@ -16,11 +16,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.errors import InputError
+from virnuc_core.allowed_paths import require_allowed
+from virnuc_core.errors import InputError, VirnucError
+from virnuc_core.reads.mate_files import find_other_mate_mark
 from virnuc_core.reads.pairs import MATE_ENDS
 from virnuc_core.reads.subsets import WRITE_AGAIN, read_columns
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest, RunRecord
+from virnuc_core.system_errors import is_regular_file
 
 VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
 UNCLASSIFIED_TAXON: Final = 0
@@ -158,6 +161,47 @@ def write_kraken_report(path: Path, counts: FragmentCounts) -> None:
     names = ["unclassified", "root", "  Viruses"]
     with atomic_file(path) as table:
         append_rows(table, percent, in_clade, in_taxon, ranks, taxa, names)
+
+
+def find_id_problem(record: RunRecord) -> str:
+    """Return why tools cannot find the ids of Kraken's table in the files of reads; else nothing.
+
+    They cut `/1` and `/2` off the ids of mates, but no other mark. The files of pairs are looked
+    at if they are still where the run has read them.
+
+    Args:
+        record: The record of the run.
+    """
+    sizes = {file.file: file.content.size for file in record.inputs if file.content is not None}
+    for first, second in record.pairs or ():
+        if not all(_may_be_looked_at(file, sizes.get(file)) for file in (first, second)):
+            continue
+        mark = find_other_mate_mark(first, second)
+        if mark:
+            return (
+                f"{first}: the ids of mates end in {mark}1 and {mark}2. Tools that look reads up "
+                "by their ids, such as KrakenTools, know only /1 and /2, and find no pair; "
+                "predict --write-viral writes the viral pairs"
+            )
+    return ""
+
+
+def _may_be_looked_at(file: str, recorded_bytes: int | None) -> bool:
+    """Return True if a path from a record is that of the regular file that the run has read.
+
+    A record may come from somebody else. So no pipe, device or file of the system is opened, which
+    have no size, and no file outside the allowed folders.
+
+    Args:
+        file: The path.
+        recorded_bytes: The size of the file when the run read it; None if it is not known.
+    """
+    path = Path(file)
+    try:
+        require_allowed(path, file)
+        return is_regular_file(path) and 0 < path.stat().st_size == recorded_bytes
+    except (OSError, VirnucError, ValueError):
+        return False
 
 
 def append_rows(table: Path, *columns: object) -> None:

@@ -9,6 +9,7 @@ where it has `/1` or `/2` anywhere. It stops at as many reads as ids.
 from __future__ import annotations
 
 import csv
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +24,13 @@ from virnuc_core.report import kraken
 from virnuc_core.report.kraken import (
     FragmentCounts,
     ResultTables,
+    find_id_problem,
     write_kraken_reads,
     write_kraken_report,
 )
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunRecord
+from virnuc_core.runfiles import FileDigest, InputFile, RunRecord, digest
 
 CHUNK_BASES = 60
 VIRUSES = "10239"  # in NCBI's taxonomy
@@ -154,14 +156,54 @@ def test_both_mates_of_viral_fragments_are_extracted_in_step(
 
 
 @pytest.mark.parametrize("mark", [".", "_", ":"])
-def test_other_marks_of_mates_are_cut_off_too(tmp_path: Path, mark: str) -> None:
+def test_other_marks_of_mates_are_cut_off_and_warned_of(tmp_path: Path, mark: str) -> None:
     """KrakenTools knows these marks of no table: it finds no read in either of the files."""
-    first = write_fastq(tmp_path / "a_R1.fq", [f"r{i}{mark}1" for i in range(NUM_PAIRS)])
-    second = write_fastq(tmp_path / "a_R2.fq", [f"r{i}{mark}2" for i in range(NUM_PAIRS)])
+    headers = [[f"r{i}{mark}{mate}" for i in range(NUM_PAIRS)] for mate in (1, 2)]
+    first = write_fastq(tmp_path / "a_R1.fq", headers[0])
+    second = write_fastq(tmp_path / "a_R2.fq", headers[1])
     run = Run(tmp_path, mates_1=(first,), mates_2=(second,))
     assert [row["id"] for row in run.fragments()] == [f"r{i}" for i in range(NUM_PAIRS)]
     for reads in (first, second):
         assert extracted_by_krakentools(run.reads_table, reads) == []
+    expected_problem = f"{first}: the ids of mates end in {mark}1 and {mark}2."
+    assert find_id_problem(run.record).startswith(expected_problem)
+    Path(second).write_text("@another/2\nA\n+\nI\n")
+    assert find_id_problem(run.record) == "", "the file is not the one that was read"
+
+
+def test_ids_that_krakentools_finds_are_not_warned_of(tmp_path: Path) -> None:
+    for style, (first_style, second_style) in STYLES.items():
+        folder = tmp_path / style
+        folder.mkdir()
+        first = write_fastq(folder / "a_R1.fq", [first_style.format(i) for i in range(3)])
+        second = write_fastq(folder / "a_R2.fq", [second_style.format(i) for i in range(3)])
+        pairs = ((first, second),)
+        inputs = tuple(InputFile(file=file, content=digest(Path(file))) for file in pairs[0])
+        assert find_id_problem(RunRecord(fingerprints={}, inputs=inputs, pairs=pairs)) == ""
+
+
+def test_a_record_of_somebody_else_lets_no_other_file_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = write_fastq(tmp_path / "a_R1.fq", ["r.1"])
+    second = write_fastq(tmp_path / "a_R2.fq", ["r.2"])
+
+    def problem(*files: str) -> str:
+        inputs = []
+        for file in files:
+            content = digest(Path(file)) if Path(file).is_file() else FileDigest(size=0, sha256="")
+            inputs.append(InputFile(file=file, content=content))
+        pairs = ((files[0], files[1]),)
+        return find_id_problem(RunRecord(fingerprints={}, inputs=tuple(inputs), pairs=pairs))
+
+    assert problem(first, second)
+    assert problem(first, str(pipe)) == ""
+    assert problem("/proc/version", "/dev/zero") == ""
+    assert problem("/nowhere/a", "https://example.org/x_R2.fq") == ""
+    monkeypatch.setenv("VIRNUC_ROOTS", str(tmp_path / "allowed"))
+    assert problem(first, second) == ""
 
 
 def test_lines_of_fragments_are_as_kraken_writes_them(tmp_path: Path) -> None:
