@@ -223,6 +223,9 @@ def _bootstrap(tables: list[pd.DataFrame]) -> dict[str, NDArray[np.float64]]:
         figures = {
             "AUROC": weighted_metrics(table, weights)["auroc"].to_numpy(),
             "AUROC, kinds alike": weighted_metrics(table, even_weights)["auroc"].to_numpy(),
+            "AUROC at 60 % GC or more": weighted_metrics(table[is_rich], weights[:, is_rich])[
+                "auroc"
+            ].to_numpy(),
             "recall": _share(called, weights, is_virus),
             "recall, kinds alike": _share(called, even_weights, is_virus),
             "recall at 60 % GC or more": _share(called, weights, is_virus & is_rich),
