@@ -71,7 +71,9 @@ def renewing(path: Path, wrote: threading.Event) -> Iterator[None]:
         lease_record = json.loads(path.read_text())
         while not is_ended.wait(0.05):
             lease_record[-1] += 1
-            path.write_text(json.dumps(lease_record))
+            # In one call and in place: nobody reads an empty file between two calls.
+            with path.open("r+b", buffering=0) as file:
+                file.write(json.dumps(lease_record).encode())
             wrote.set()
 
     thread = threading.Thread(target=beat)
