@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sqlite3
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import parse_qs
 
 import httpx
@@ -27,11 +29,14 @@ from prefect.testing.utilities import prefect_test_harness
 
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.first_use import first_use
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .processes import PATIENCE_S, PREFECT, background, own_server, reserved_port, wait_for
 from .recording_proxy import Proxy
 from .running_command import SIZES, results_digest
+
+HARNESS_DATABASE = "prefect-test.db"  # as Prefect's test harness names it
 
 
 @pytest.fixture(scope="session")
@@ -39,25 +44,43 @@ def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Prefect API with an empty database; runs in it have no heartbeat thread, which costs a second a flow.
 
     Yields a copy of that database, made before anything was written to it: `database` is its name.
+    Of several pytest workers only the first one makes the tables, which takes half of the start.
     """
     quiet = {
         PREFECT_SERVER_ANALYTICS_ENABLED: False,
         PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore",
     }
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    template = shared / "prefect-template.db"
+    with ExitStack() as stack:
+        stack.enter_context(temporary_settings(updates=quiet))
+        with first_use(shared, "the database of the tests", template.exists) as must_make:
+            if must_make:
+                stack.enter_context(prefect_test_harness(server_startup_timeout=90))
+                _copy_database(template)
+        if not must_make:
+            folder = tmp_path_factory.mktemp("database")
+            shutil.copy(template, folder / HARNESS_DATABASE)
+            with patch("prefect.testing.utilities.mkdtemp", lambda: str(folder)):
+                stack.enter_context(prefect_test_harness(server_startup_timeout=90))
+        stack.enter_context(temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
+        yield template
+
+
+def _copy_database(template: Path) -> None:
+    """Copy the database of the present server, so that the copy appears whole."""
+    address = str(PREFECT_SERVER_DATABASE_CONNECTION_URL.value())
+    path = Path(address.partition("///")[2])
+    assert path.name == HARNESS_DATABASE
+    part = template.with_suffix(".part")
     with (
-        temporary_settings(updates=quiet),
-        prefect_test_harness(server_startup_timeout=90),
-        temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+        closing(sqlite3.connect(path)) as server_database,
+        closing(sqlite3.connect(part)) as copy,
     ):
-        address = PREFECT_SERVER_DATABASE_CONNECTION_URL.value()
-        assert address is not None
-        copy = tmp_path_factory.mktemp("database") / "prefect.db"
-        with (
-            closing(sqlite3.connect(str(address).partition("///")[2])) as template_database,
-            closing(sqlite3.connect(copy)) as test_database,
-        ):
-            template_database.backup(test_database)
-        yield copy
+        server_database.backup(copy)
+    part.rename(template)
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ def training_scores(frames: pd.DataFrame, level: str) -> NDArray[np.float64]:
     return by_level(rows, frames["virus"].to_numpy())[level]["score"].to_numpy()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(all_reads=all_scores)
 def test_results_exports_comparison_and_training_agree_with_the_rule(
     tmp_path_factory: pytest.TempPathFactory, all_reads: list[Scores]

@@ -167,7 +167,7 @@ def test_processes_that_start_together_read_large_weights_once(
     models, count, home = tmp_path / "models", tmp_path / "count", tmp_path / "home"
     init_random(models)
     home.mkdir()
-    written = outcomes([start(DIGESTS, models, count, HOME=str(home)) for _ in range(N_PROCESSES)])
+    written = outcomes([start(DIGESTS, models, count, HOME=str(home)) for _ in range(3)])
 
     (digests,) = {stdout for stdout, _ in written}
     assert "esm2" in digests
@@ -181,12 +181,12 @@ def test_of_commands_that_write_one_models_directory_at_once_one_succeeds(tmp_pa
         subprocess.Popen(
             [*command, str(tmp_path / "models")], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
-        for _ in range(4)
+        for _ in range(2)
     ]
     messages = [process.communicate(timeout=120)[1].decode() for process in processes]
 
     codes = [process.returncode for process in processes]
-    assert sorted(codes) == [0, 3, 3, 3], messages
+    assert sorted(codes) == [0, 3], messages
     for code, message in zip(codes, messages, strict=True):
         errors = [line for line in message.splitlines() if line.startswith("virnuc: ")]
         assert len(errors) == (code != 0), message

@@ -31,29 +31,36 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 
-N_PROCESSES = 16  # by chance all have one order of two keys once in 2 ** 15 times
-# What `quantise` does at its end, and what it did before, each in a process of its own
+# The library orders two keys at random, anew each time: by chance all have one order once in 2 ** 15
+# times.
+N_PROCESSES = 2
+N_WRITTEN = 8  # by each process
+# What `quantise` does at its end, and what it did before. Argument: how many times
 WRITER = """
 import hashlib, sys
 import numpy as np
 from safetensors.numpy import save
 from virnuc_core.encoders.calibration import canonical_bytes
 tensors = {f"layers.0.{name}": np.ones((2, 4), np.float32) for name in ("qkv", "out", "up")}
-content = save(tensors, {"weights": "5eed", "rows": "4096"})
-print(hashlib.sha256(content).hexdigest(), hashlib.sha256(canonical_bytes(content)).hexdigest())
+for _ in range(int(sys.argv[1])):
+    content = save(tensors, {"weights": "5eed", "rows": "4096"})
+    print(hashlib.sha256(content).hexdigest(), hashlib.sha256(canonical_bytes(content)).hexdigest())
 """
 
 
 def test_equal_calibrations_have_equal_bytes_in_many_processes() -> None:
     library_digests, our_digests = set(), set()
     processes = [
-        subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(N_WRITTEN)], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(N_PROCESSES)
     ]
     for process in processes:
-        library_digest, our_digest = process.communicate(timeout=120)[0].split()
-        library_digests.add(library_digest)
-        our_digests.add(our_digest)
+        for line in process.communicate(timeout=120)[0].splitlines():
+            library_digest, our_digest = line.split()
+            library_digests.add(library_digest)
+            our_digests.add(our_digest)
     assert len(our_digests) == 1
     assert our_digests < library_digests, "and they are bytes that older versions may have written"
 

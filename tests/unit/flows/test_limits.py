@@ -154,7 +154,7 @@ def test_a_command_with_too_few_files_or_too_little_memory_ends_with_one_line(
         (errno.ENOSPC, "--shm-size"),
         pytest.param(errno.EACCES, "--num-workers 0", marks=pytest.mark.slow),
         pytest.param(errno.ENOSYS, "/dev/shm", marks=pytest.mark.slow),
-        (errno.EMFILE, "ulimit -n"),
+        pytest.param(errno.EMFILE, "ulimit -n", marks=pytest.mark.slow),
     ],
 )
 def test_loader_processes_without_semaphores_are_one_line_about_shared_memory(

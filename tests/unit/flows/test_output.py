@@ -50,7 +50,7 @@ def run_command_lines(
         "ascii",
         pytest.param("latin-1", marks=pytest.mark.slow),
         pytest.param("cp1252", marks=pytest.mark.slow),
-        "C locale",
+        pytest.param("C locale", marks=pytest.mark.slow),
     ],
 )
 def test_every_help_page_is_written_in_every_encoding(name: str) -> None:

@@ -550,8 +550,19 @@ def test_the_lower_case_genome_is_the_upper_case_one(real_data: Path) -> None:
     assert lower[0][1].upper() == upper[0][1]
 
 
-@pytest.mark.parametrize("folder", ["viral", "host", "contigs", "reads"])
-def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "min_bases", "max_bases"),
+    [
+        ("viral", 0, 6e6),
+        ("host", 0, 6e6),
+        ("contigs", 0, 6e6),
+        ("reads", 0, 2e6),
+        pytest.param("reads", 2e6, 6e6, marks=pytest.mark.slow),
+    ],
+)
+def test_counts_of_the_real_files(
+    real_data: Path, folder: str, min_bases: float, max_bases: float
+) -> None:
     rows = [line.split("\t") for line in (real_data / "manifest.tsv").read_text().splitlines()]
     columns = rows[0]
     for row in rows[1:]:
@@ -559,7 +570,7 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
         if (
             not entry["file"].startswith(folder)
             or not entry["records"].isdecimal()
-            or int(entry["bases"]) > 6e6
+            or not min_bases <= int(entry["bases"]) < max_bases
         ):
             continue
         batches = list(parse((str(real_data / entry["file"]),)))

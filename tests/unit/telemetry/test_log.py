@@ -255,6 +255,7 @@ def test_a_foreign_hdf5_file_is_named(tmp_path: Path) -> None:
         read_telemetry(path)
 
 
+@pytest.mark.slow
 def test_six_million_reads_stay_small(tmp_path: Path) -> None:
     """A run of 6 M reads launches about 30,000 batches; ten hours of two devices are 144,000 samples."""
     dice = np.random.default_rng(0)
