@@ -44,6 +44,7 @@ LAYERS = (
         "rundir",
         "runfiles",
         "safe_files",
+        "sample_familiarity",
         "system_errors",
         "spreadsheets",
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from virnuc_core.encoder_names import NAMES, RANDOM_ORIGIN
+from virnuc_core.sample_familiarity import SampleFamiliarity
 
 HEAD: Final = "head"  # the name of the classifier's folder in a models directory
 PART_TITLES: Final[dict[str, str]] = {
@@ -66,6 +67,10 @@ class RunFacts(Protocol):
     @property
     def has_card(self) -> bool | None:
         """Whether the classifier has a card with the result of a test; None: not recorded."""
+
+    @property
+    def familiarity(self) -> SampleFamiliarity | None:
+        """How much the reads are like those of the training; None: not recorded."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -139,6 +144,8 @@ def answer_of(run: RunFacts) -> Answer:
         parts.append(RANDOM_WEIGHTS)
     elif run.has_card is False:
         parts.append("the classifier is untested (it has no card)")
+    if run.familiarity is not None and not random_weights:
+        parts.append(run.familiarity.headline)
     return Answer(
         reads=reads,
         viral=viral,
@@ -225,6 +232,8 @@ def remarks_of(run: RunFacts) -> tuple[str, ...]:
         run: The summary of a run, or the sum of several.
     """
     remarks = [*weight_remarks(run.origins, run.has_card)]
+    if run.familiarity is not None and run.familiarity.remark and not random_parts(run.origins):
+        remarks.append(run.familiarity.remark)
     remarks += [_as_sentence(remark) for remark in run.remarks]
     reads = sum(run.fates.values()) if run.n_reads is None else run.n_reads
     without_verdict = sum(run.fates.get(fate, 0) for fate in UNJUDGED_REASONS)

@@ -357,6 +357,10 @@ class VerdictSpec(Spec):
     abstain: bool = Field(
         False, description="reads with scores that the head's card calls uncertain are not judged"
     )
+    fdr_outside_domain: bool = Field(
+        False,
+        description="use --fdr and --abstain also on reads unlike those of the head's training",
+    )
     write_viral: bool = Field(
         False, description="also write the viral reads in the input's own format, gzipped"
     )

@@ -22,11 +22,21 @@ from numpy.typing import NDArray
 from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
-from virnuc_core.encoders.checkpoint import shape_of, weight_facts
+from virnuc_core.encoders.checkpoint import part_folder, shape_of, weight_facts
+from virnuc_core.encoders.composition import (
+    compare_with_training,
+    read_composition,
+    write_composition,
+)
 from virnuc_core.encoders.digests import accept_older_digest, fingerprint
-from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
+from virnuc_core.encoders.head_card import (
+    domain_note,
+    require_domain,
+    score_thresholds,
+    training_mismatches,
+)
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.registry import ENCODERS, count_protein_tokens
+from virnuc_core.encoders.registry import ENCODERS, HEAD, count_protein_tokens
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import auto_remark, resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
@@ -348,7 +358,7 @@ def classify(
             unused_clock = StageClock()
             scores = shards.read_scores(job.run)
             changes = _write_results(job, staging, scores, unused_clock, files.sound)
-            summary = summary.model_copy(update=changes)
+            summary = summary.model_copy(update=changes | _domain_facts(job))
             write(run.summary, summary)
         run.former_summary.unlink(missing_ok=True)
         if not summary.origins:
@@ -397,9 +407,12 @@ def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
 
 def _verdict_warnings(job: Job) -> tuple[str, ...]:
     """Return warnings about the verdicts of a run: unlike reads, and mixed devices."""
+    warnings = list(job.remarks)
+    if job.compared.sample.is_outside:
+        warnings.append(job.compared.sample.remark)
     if job.spec.mixed_devices:
-        return (*job.remarks, MIXED_DEVICES)
-    return job.remarks
+        warnings.append(MIXED_DEVICES)
+    return tuple(warnings)
 
 
 def _trust_facts(job: Job) -> dict[str, Any]:
@@ -410,8 +423,16 @@ def _trust_facts(job: Job) -> dict[str, Any]:
         "model_length": job.store.model_length,
         "origins": weights.origins,
         "has_card": weights.has_card,
-        "remarks": job.remarks,
+        **_domain_facts(job),
     }
+
+
+def _domain_facts(job: Job) -> dict[str, Any]:
+    """Return the fields of the summary that say how the reads compare with the training."""
+    remarks = job.remarks
+    if job.domain_note:
+        remarks = (*remarks, job.domain_note)
+    return {"familiarity": job.compared.sample, "remarks": remarks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +459,8 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
     for path in run.listed:
         recorded_digest = summary.files.get(path.name)
         # A run of single reads has no table of pairs. Then both digests are None.
-        may_be_absent = path == run.pairs_table
+        # Nor has a run whose classifier says nothing of its training a copy of that.
+        may_be_absent = path in (run.pairs_table, run.composition)
         is_sound = is_as_recorded(path, recorded_digest, run.root)
         if is_sound and (recorded_digest or may_be_absent):
             sound.add(path)
@@ -494,6 +516,9 @@ def prepare(
     """
     head = shape_of(spec.models, HeadShape)
     store = _open_staged_store(store_path, staging, head, spec.models)
+    # A refusal comes before anything is computed, and before `force` removes an earlier run.
+    compared = compare_with_training(store, part_folder(spec.models, HEAD))
+    require_domain(head, spec, np.asarray(store.read_length), compared.sample)
     if devices is None:
         devices = resolve(spec.devices)
     kind = devices[0].kind
@@ -553,6 +578,8 @@ def prepare(
         n_lost=found.n_lost,
         spec=spec,
         bytes_per_sequence=embedding_bytes(1, sum(widths.values())),
+        compared=compared,
+        domain_note=domain_note(head, spec, compared),
     )
     if found.todo and engine.commit:
         _check_room_for_results(job)
@@ -926,8 +953,16 @@ def _write_results(
         run.summary.replace(run.former_summary)
     _remove_read_files(job, kept)
     results = write_results(
-        run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
+        run,
+        job.store,
+        scores,
+        failed,
+        spec.threshold,
+        job.uncertain,
+        spec.workers,
+        job.compared.is_far,
     )
+    _keep_composition(job)
     if job.engine.commit:
         shards.write_virtual_embeddings(run)
     else:
@@ -957,6 +992,15 @@ def _write_results(
         "rows_set_aside": int(failed.sum()),
         "uncertain": job.uncertain,
     }
+
+
+def _keep_composition(job: Job) -> None:
+    """Copy the composition of the classifier's training to the run, from which flags were made."""
+    composition = read_composition(part_folder(job.spec.models, HEAD))
+    if composition is None:
+        job.run.composition.unlink(missing_ok=True)
+    else:
+        write_composition(composition, job.run.root)
 
 
 def _digests_of(run: RunDir, paths: Iterable[Path]) -> dict[str, FileDigest]:

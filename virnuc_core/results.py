@@ -30,6 +30,7 @@ from virnuc_core.consensus import (
     FATES,
     FATES_BY_SCORE,
     NO_OPEN_FRAME,
+    UNCERTAIN,
     IntArray,
     Margins,
     Mask,
@@ -51,6 +52,7 @@ PAIRS_HEADER: Final = (
     "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
 )
 FAILED_HEADER: Final = "Sequence_ID\n"
+UNFAMILIAR: Final = "unfamiliar"  # flag: unlike all that the classifier was trained on
 NO_RANGE: Final = (0.0, 0.0)  # of uncertain scores
 
 BLOCK_READS: Final = 16_384
@@ -130,6 +132,7 @@ class _Block:
         scores: Scores,
         rows: "_RowFates",
         earlier: _EarlierRows = _NO_EARLIER_ROWS,
+        is_unfamiliar: Mask | None = None,
     ) -> None:
         """Select the scored rows of the span and compute the verdict of each chunk.
 
@@ -139,7 +142,10 @@ class _Block:
             scores: Scores of the rows, [rows, 2].
             rows: Which of the rows have a score, and which failed.
             earlier: Results of the earlier blocks, if this block continues a long read.
+            is_unfamiliar: Marks reads unlike those of the classifier's training, [n_reads]; None:
+                nothing is known of it.
         """
+        self.is_unfamiliar = is_unfamiliar
         self.store = store
         self.span = span
         self.earlier = earlier
@@ -229,6 +235,8 @@ class _Block:
         reads = self.span.reads
         scores = self.viral_scores(np.arange(self.n_reads))
         fates = consensus.fates_of_scores(scores, threshold, uncertain)
+        if uncertain != NO_RANGE and self.is_unfamiliar is not None:
+            fates[self.is_unfamiliar] = UNCERTAIN  # no score of such a read can be relied on
         # Later assignments take precedence: a read with a failed row has failed in any case.
         fates[store.read_rows[reads] == 0] = NO_OPEN_FRAME
         fates[store.read_chunks[reads] == 0] = EMPTY
@@ -255,6 +263,9 @@ class _Block:
         flags = np.asarray(self.store.read_flags[self.span.reads])
         shown_flags = (flags & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()
         texts = [_FLAG_TEXTS[flag] for flag in shown_flags]
+        if self.is_unfamiliar is not None:
+            for read in np.flatnonzero(self.is_unfamiliar).tolist():
+                texts[read] = f"{texts[read]},{UNFAMILIAR}" if texts[read] else UNFAMILIAR
         for read in np.flatnonzero(flags & DUPLICATE_ID).tolist():
             [original_id] = self.store.original_ids(first_read + read, first_read + read + 1)
             # This flag is the last one, because an id may contain commas.
@@ -290,6 +301,7 @@ class _Block:
         verdicts = consensus.pair_fates(
             joint_scores, fates[first], fates[second], threshold, uncertain
         )
+        verdicts[self._is_unfamiliar_pair(first, second, verdicts, uncertain)] = UNCERTAIN
 
         pair_columns = _fate_columns(joint_scores, verdicts)
         first_columns = _fate_columns(read_scores[first], fates[first])
@@ -311,6 +323,22 @@ class _Block:
         )
         return lines, verdicts[has_mate]
 
+    def _is_unfamiliar_pair(
+        self, first: IntArray, second: IntArray, verdicts: IntArray, uncertain: ScoreRange
+    ) -> Mask:
+        """Return which pairs get no verdict because a mate is unlike the classifier's training.
+
+        Args:
+            first: Position of the first mate of each pair, [pairs].
+            second: Position of the second mate; for a read without a mate, its own, [pairs].
+            verdicts: The fates of the pairs so far, [pairs]. Only those by score may change.
+            uncertain: Scores that get no verdict. Without such a range all pairs keep theirs.
+        """
+        if self.is_unfamiliar is None or uncertain == NO_RANGE:
+            return np.zeros(len(first), bool)
+        has_far_mate: Mask = self.is_unfamiliar[first] | self.is_unfamiliar[second]
+        return has_far_mate & np.isin(verdicts, FATES_BY_SCORE)
+
     def failed_lines(self) -> bytes:
         """Return the lines of `failed.tsv`: the names of the rows that could not be embedded.
 
@@ -330,6 +358,7 @@ def write_results(
     threshold: float = DEFAULT_THRESHOLD,
     uncertain: ScoreRange | None = None,
     workers: int = 1,
+    is_unfamiliar: Mask | None = None,
 ) -> ResultSummary:
     """Write the result tables of a run.
 
@@ -345,6 +374,8 @@ def write_results(
             on it.
         uncertain: Reads with a score in this range get no verdict.
         workers: Number of processes. Few reads are processed by this process alone.
+        is_unfamiliar: Marks reads unlike those of the classifier's training, [n_reads]. They get a
+            flag, and no verdict if `uncertain` is given. None: nothing is known of the training.
 
     Returns:
         Counts of reads, pairs, rows and chunks, and the time that was needed.
@@ -367,7 +398,7 @@ def write_results(
             run.pairs_table.unlink(missing_ok=True)  # an earlier rescoring may have written one
         render = partial(_render_block, threshold, uncertain or NO_RANGE)
         pool = resources.enter_context(Workers(workers))
-        for tables in pool.map(render, _blocks(store, scores, failed)):
+        for tables in pool.map(render, _blocks(store, scores, failed, is_unfamiliar)):
             # Single reads have no file for the last element, the lines of pairs.
             for file, lines in zip(files, tables.lines, strict=False):
                 file.write(lines)
@@ -408,13 +439,16 @@ def _counts_by_name(counts: IntArray, uncertain: ScoreRange | None) -> dict[str,
     return dict(zip(names, counts[: len(names)].tolist(), strict=True))
 
 
-def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
+def _blocks(
+    store: OrfStore, scores: Scores, failed: Mask, is_unfamiliar: Mask | None
+) -> Iterator[_Block]:
     """Yield the blocks of a store in input order.
 
     Args:
         store: The staged reads.
         scores: Scores of the distinct sequences, [n_uniques, 2].
         failed: Marks the distinct sequences that could not be embedded, [n_uniques].
+        is_unfamiliar: Marks reads unlike those of the classifier's training, [n_reads], if known.
     """
     earlier = _NO_EARLIER_ROWS
     for span in _read_spans(store):
@@ -422,7 +456,8 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
         uniques = np.asarray(store.row_unique[span.rows])
         is_failed = failed[uniques]
         row_fates = _RowFates(is_scored=~is_failed, is_failed=is_failed)
-        block = _Block(store, span, scores[uniques], row_fates, earlier)
+        is_far = None if is_unfamiliar is None else is_unfamiliar[span.reads]
+        block = _Block(store, span, scores[uniques], row_fates, earlier, is_far)
         yield block
         earlier = _NO_EARLIER_ROWS if span.is_complete else block.for_next()
 

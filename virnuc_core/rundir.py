@@ -118,6 +118,7 @@ def _read_files(verdict: str) -> tuple[str, ...]:
 VERDICT_FILES: Final = {verdict: _read_files(verdict) for verdict in ("viral", "nonviral")}
 EMBEDDING_FILES: Final = (
     "embeddings.h5",
+    "composition.json",
     "pairs.tsv",
     *VERDICT_FILES["viral"],
     *VERDICT_FILES["nonviral"],
@@ -156,7 +157,13 @@ REPORT_FILES: Final = (
     "report/approval.json",
     "report/approvals.jsonl*",
 )
-HEAD_FILES: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
+HEAD_FILES: Final = (
+    "head/config.json",
+    "head/model.safetensors",
+    "head/composition.json",
+    "head/README.md",
+    "rescore.json",
+)
 # A training embeds its reads by a models directory of its own.
 ENCODER_FILES: Final = tuple(
     f"encoders/{name}" for name in (PROTEIN.name, DNA.name, *HEAD_FILES[:2])
@@ -231,6 +238,7 @@ class RunDir:
     reads_table = _PathInside("reads.tsv")
     pairs_table = _PathInside("pairs.tsv")  # only where reads come in pairs
     failed_rows = _PathInside("failed.tsv")
+    composition = _PathInside("composition.json")  # a copy of the classifier's, if it has one
     telemetry = _PathInside("telemetry")
     journal = _PathInside("telemetry/attempt.jsonl")  # what an attempt measures, as it comes
     report = _PathInside("report")
@@ -263,7 +271,7 @@ class RunDir:
     @property
     def listed(self) -> tuple[Path, ...]:
         """The files that the summary lists with size and digest, if they exist."""
-        return (*self.tables, self.embeddings, *self.reads_of())
+        return (*self.tables, self.embeddings, self.composition, *self.reads_of())
 
 
 @contextmanager

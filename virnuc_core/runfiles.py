@@ -43,6 +43,7 @@ from virnuc_core.errors import (
 from virnuc_core.machine_name import machine_name
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.safe_files import open_file
+from virnuc_core.sample_familiarity import SampleFamiliarity
 from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
 
 MODEL_LENGTH: Final = "model length"
@@ -738,6 +739,7 @@ class RunCounts(RunFile):
     model_length: Count | None = None
     origins: dict[str, str] = {}  # of the weights, by the folder of the model
     has_card: bool | None = None  # of the classifier: its training has tested it
+    familiarity: SampleFamiliarity | None = None  # with the reads of the classifier's training
     # How the reads differ from those that the classifier was trained on, a sentence each
     remarks: tuple[str, ...] = ()
     # Attempts that ended or were killed. A complete run that is started again adds none.

@@ -12,7 +12,7 @@ distance of a read is the mean over its chunks.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,16 @@ from virnuc_core.config import Spec, refuse_unreadable
 from virnuc_core.errors import WeightsError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import write_text_atomically
+from virnuc_core.sample_familiarity import MIN_READS, UNKNOWN_DOMAIN, SampleFamiliarity, Verdict
 from virnuc_core.system_errors import path_exists, read_with_retries
 
-COMPOSITION: Final = "composition.json"  # in the folder of a classifier
+COMPOSITION: Final = "composition.json"  # in the folder of a classifier, and of a run
 N_CODONS: Final = 64
-MIN_READS: Final = 50  # below, nothing is said about a sample
 # Frames up to this factor shorter or longer than all those of the training are compared.
 MAX_CODONS_FACTOR: Final = 1.25
 BLOCK_UNIQUES: Final = 1 << 14  # distinct sequences that are compared together
 BLOCK_ROWS: Final = 1 << 18  # rows whose reads are judged together
 
-Verdict = Literal["familiar", "partly unfamiliar", "unfamiliar", "too few reads"]
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Numbers = Annotated[tuple[float, ...], Field(min_length=N_CODONS, max_length=N_CODONS)]
@@ -100,45 +99,33 @@ class TrainingComposition(Spec):
         return result
 
 
-class SampleFamiliarity(Spec):
-    """How much the reads of a sample are like those of the classifier's training."""
-
-    verdict: Verdict
-    reads: int  # that could be compared: they have an open frame of a usual length
-    far: int  # of these
-    # What reads of one genome of a known kind show at most, in 95 of 100 genomes and in all.
-    usual_share: float
-    largest_share: float
-
-    @property
-    def share(self) -> float:
-        """Return the share of far reads among those that could be compared."""
-        return self.far / max(1, self.reads)
-
-
 class ComparedReads(NamedTuple):
     """The reads of a run, compared with the training."""
 
-    is_far: NDArray[np.bool_]  # [reads]
+    is_far: NDArray[np.bool_] | None  # [reads]; None: the training is unknown
     sample: SampleFamiliarity
+    kinds: tuple[str, ...] = ()  # of genomes in the training
 
 
-def write_composition(composition: TrainingComposition, head: Path) -> None:
-    """Write the composition of the training data to the folder of a classifier."""
-    write_text_atomically(head / COMPOSITION, composition.model_dump_json(indent=1) + "\n")
+UNKNOWN_TRAINING: Final = ComparedReads(None, UNKNOWN_DOMAIN)
 
 
-def read_composition(head: Path) -> TrainingComposition | None:
+def write_composition(composition: TrainingComposition, folder: Path) -> None:
+    """Write the composition of the training data to the folder of a classifier, or of a run."""
+    write_text_atomically(folder / COMPOSITION, composition.model_dump_json(indent=1) + "\n")
+
+
+def read_composition(folder: Path) -> TrainingComposition | None:
     """Read the composition of a classifier's training data, or return None if it has none.
 
     Args:
-        head: Folder of the classifier. Those of other programs and of older versions have no such
-            file.
+        folder: Folder of the classifier, or of a run. Classifiers of other programs and of older
+            versions have no such file.
 
     Raises:
         WeightsError: The file is damaged or cannot be read.
     """
-    path = head / COMPOSITION
+    path = folder / COMPOSITION
     if not path_exists(path):
         return None
     with refuse_unreadable(path, "composition of the training data", WeightsError):
@@ -228,6 +215,22 @@ def distances_by_group(distances: Floats, chunks: Indices, reads: Indices) -> Fl
     return means
 
 
+def compare_with_training(store: OrfStore, folder: Path) -> ComparedReads:
+    """Compare the reads of a store with what a classifier was trained on, if that is known.
+
+    Args:
+        store: The staged reads.
+        folder: Folder of the classifier, or of a run that keeps a copy of the composition.
+
+    Raises:
+        WeightsError: The file with the composition is damaged or cannot be read.
+    """
+    composition = read_composition(folder)
+    if composition is None:
+        return UNKNOWN_TRAINING
+    return compare_reads(store, composition)
+
+
 def compare_reads(store: OrfStore, composition: TrainingComposition) -> ComparedReads:
     """Compare the reads of a store with the training data of a classifier.
 
@@ -251,7 +254,8 @@ def compare_reads(store: OrfStore, composition: TrainingComposition) -> Compared
         read_distances = distances_by_group(frame_distances, chunks, reads)
         n_compared += int((~np.isnan(read_distances)).sum())
         is_far[np.unique(reads)] = read_distances >= composition.far_from  # NaN is not far
-    return ComparedReads(is_far, judge_sample(composition, n_compared, int(is_far.sum())))
+    sample = judge_sample(composition, n_compared, int(is_far.sum()))
+    return ComparedReads(is_far, sample, tuple(composition.kinds))
 
 
 def _row_blocks(store: OrfStore) -> Iterator[slice]:

@@ -7,8 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import DEFAULT_THRESHOLD, VerdictSpec
+from virnuc_core.encoders.composition import ComparedReads
 from virnuc_core.encoders.model_config import HeadCard, HeadShape
 from virnuc_core.errors import ConfigError
+from virnuc_core.sample_familiarity import SampleFamiliarity
 
 # Reads are like those of the training if their median length differs at most by this factor, and
 # at most this share of them is shorter or longer than every read of the training.
@@ -121,6 +123,61 @@ def training_mismatches(
     if len(lengths) and not _lengths_fit(head.card, lengths):
         warnings.append(_describe_lengths(head.card, lengths))
     return tuple(warnings)
+
+
+def require_domain(
+    head: HeadShape,
+    settings: VerdictSpec,
+    lengths: NDArray[np.integer],
+    familiarity: SampleFamiliarity,
+) -> None:
+    """Refuse thresholds of the card for reads that are unlike those they were measured on.
+
+    Args:
+        head: The classifier.
+        settings: The user's settings. Only `fdr` and `abstain` use thresholds of the card.
+        lengths: Bases of each read of the run.
+        familiarity: How much the reads are like those of the training.
+
+    Raises:
+        ConfigError: The reads have other lengths or are of other kinds than those of the training,
+            and the user did not ask for the thresholds all the same.
+    """
+    uses_card = settings.fdr is not None or settings.abstain
+    if not uses_card or settings.fdr_outside_domain or head.card is None:
+        return
+    reason = ""
+    if familiarity.is_outside:
+        reason = familiarity.remark
+    elif len(lengths) and not _lengths_fit(head.card, lengths):
+        reason = f"Here {_describe_lengths(head.card, lengths)}."
+    if reason:
+        raise ConfigError(
+            "fdr, abstain: the card's thresholds hold for reads like those of the head's training "
+            f"only. {reason} Leave the options out, or add --fdr-outside-domain to use the "
+            "thresholds although nobody knows their error rate here"
+        )
+
+
+def domain_note(head: HeadShape, settings: VerdictSpec, compared: ComparedReads) -> str:
+    """Return for which reads the thresholds of a card hold; empty if the run does not use them.
+
+    Args:
+        head: The classifier.
+        settings: The user's settings.
+        compared: The reads of the run, compared with the training.
+    """
+    if head.card is None or (settings.fdr is None and not settings.abstain):
+        return ""
+    shortest, _, longest = head.card.lengths
+    lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+    kinds = "unknown kinds"
+    if compared.kinds:
+        kinds = f"these kinds: {', '.join(compared.kinds)}"
+    return (
+        f"The thresholds of --fdr and --abstain hold for reads of {lengths} bases of {kinds}, "
+        f"where {100 * head.card.prevalence:g} % of the reads are viral"
+    )
 
 
 def _share_outside(card: HeadCard, lengths: NDArray[np.integer]) -> float:

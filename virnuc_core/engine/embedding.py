@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import pandas as pd
 
 from virnuc_core.config import ClassifySpec, EngineSpec, OnShare, TraceSpec
+from virnuc_core.encoders.composition import UNKNOWN_TRAINING, ComparedReads
 from virnuc_core.encoders.registry import ENCODERS
 from virnuc_core.engine.pool import MAX_NOT_FINITE_SHARE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
@@ -72,6 +73,8 @@ class Job:
     bytes_per_sequence: int  # bytes of the embeddings and scores of one distinct sequence
     # Reads with a score between these two get no verdict.
     uncertain: tuple[float, float] | None = None
+    compared: ComparedReads = UNKNOWN_TRAINING  # with the reads of the classifier's training
+    domain_note: str = ""  # for which reads the card's thresholds hold, if the run uses them
     # How the reads differ from those that the classifier was trained on, a sentence each
     remarks: tuple[str, ...] = ()
     device_remark: str = ""  # why `auto` took a CPU core, for the summary; empty if it did not

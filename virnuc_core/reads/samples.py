@@ -24,6 +24,7 @@ from virnuc_core.reads.sources import (
 from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.sample_familiarity import UNKNOWN_DOMAIN, SampleFamiliarity
 from virnuc_core.spreadsheets import escape_formula
 
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
@@ -84,6 +85,12 @@ def add_summaries(summaries: Sequence[RunSummary]) -> RunSummary:
         fates.update(summary.fates)
         pairs.update(summary.pairs)
         remarks |= dict.fromkeys(summary.remarks)
+    outside = [summary.familiarity for summary in summaries if _is_outside(summary)]
+    if outside:
+        remarks[
+            f"{len(outside)} of {len(summaries)} samples have more reads unlike the classifier's "
+            "training than genomes of known kinds have; the answer of each says more"
+        ] = None
     short_counts = [summary.n_short for summary in summaries]
     known_short_counts = [count for count in short_counts if count is not None]
     is_known = len(known_short_counts) == len(summaries)
@@ -96,8 +103,21 @@ def add_summaries(summaries: Sequence[RunSummary]) -> RunSummary:
         model_length=first.model_length,
         origins=first.origins,
         has_card=first.has_card,
+        familiarity=_common_familiarity(summaries),
         remarks=tuple(remarks),
     )
+
+
+def _is_outside(summary: RunSummary) -> bool:
+    """Return whether the reads of a sample are unlike those of the classifier's training."""
+    return summary.familiarity is not None and summary.familiarity.is_outside
+
+
+def _common_familiarity(summaries: Sequence[RunSummary]) -> SampleFamiliarity | None:
+    """Return that the classifier's training is unknown, if it is; else each sample has its own."""
+    if all(summary.familiarity == UNKNOWN_DOMAIN for summary in summaries):
+        return UNKNOWN_DOMAIN
+    return None
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:

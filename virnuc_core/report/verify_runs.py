@@ -9,6 +9,7 @@ from typing import Final
 from virnuc_core.checked_files import has_own_digest
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoder_names import NAMES
+from virnuc_core.encoders.composition import compare_with_training
 from virnuc_core.engine.shards import is_sealed, read_plan, read_scores, shard_path
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
@@ -110,7 +111,13 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
     with TemporaryDirectory(prefix="virnuc-verify-") as folder:
         new_run = RunDir(Path(folder))
         results = write_results(
-            new_run, store, scores, failed, threshold=threshold, uncertain=summary.uncertain
+            new_run,
+            store,
+            scores,
+            failed,
+            threshold=threshold,
+            uncertain=summary.uncertain,
+            is_unfamiliar=compare_with_training(store, run.root).is_far,
         )
         for path, new_path in zip(run.tables, new_run.tables, strict=True):
             _compare_table(verification, f"{name}/{path.name}", path, new_path)

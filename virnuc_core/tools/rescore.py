@@ -17,8 +17,14 @@ from virnuc_core.answer import HEAD
 from virnuc_core.config import Share, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder
 from virnuc_core.encoders.classifier import Head
+from virnuc_core.encoders.composition import ComparedReads, compare_with_training
 from virnuc_core.encoders.digests import part_digest
-from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
+from virnuc_core.encoders.head_card import (
+    domain_note,
+    require_domain,
+    score_thresholds,
+    training_mismatches,
+)
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan
@@ -37,6 +43,7 @@ from virnuc_core.runfiles import (
     read_record,
     write,
 )
+from virnuc_core.sample_familiarity import SampleFamiliarity
 from virnuc_core.system_errors import is_folder, path_exists
 
 RESCORE: Final = "rescore.json"
@@ -61,6 +68,7 @@ class RescoreSummary(RunFile):
         default_factory=dict
     )  # of the weights, by the folder of the model
     has_card: bool | None = None  # of the head
+    familiarity: SampleFamiliarity | None = None  # with the reads of the head's training
     remarks: tuple[str, ...] = ()  # how the reads differ from those of the head's training
 
     @property
@@ -101,6 +109,7 @@ class _Scoring:
     head_origin: str
     has_card: bool | None
     remarks: tuple[str, ...]
+    compared: ComparedReads
 
 
 def rescore(
@@ -148,6 +157,7 @@ def rescore(
         scoring.is_failed,
         threshold=scoring.threshold,
         uncertain=scoring.uncertain,
+        is_unfamiliar=scoring.compared.is_far,
     )
     digests = {path.name: digest(path, out.root) for path in out.tables}
     former = read_summary(run, set_aside=False) or RunSummary()
@@ -165,6 +175,7 @@ def rescore(
         n_short=finished_run.store.counts.n_short,
         origins=origins,
         has_card=scoring.has_card,
+        familiarity=scoring.compared.sample,
         remarks=scoring.remarks,
     )
     write(out.root / RESCORE, summary)
@@ -222,6 +233,7 @@ def _keep_scores(finished: _FinishedRun, verdict_spec: VerdictSpec) -> _Scoring:
         head_origin=summary.origins.get(HEAD, ""),
         has_card=summary.has_card,
         remarks=summary.remarks,
+        compared=compare_with_training(finished.store, finished.run.root),
     )
 
 
@@ -243,6 +255,11 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
     remarks = training_mismatches(shape, read_lengths, finished.record.fingerprints)
     for remark in remarks:
         log.warning("%s", remark)
+    compared = compare_with_training(finished.store, folder)
+    require_domain(shape, verdict_spec, read_lengths, compared.sample)
+    note = domain_note(shape, verdict_spec, compared)
+    if note:
+        remarks = (*remarks, note)
     head = Head(shape, read_tensor, torch.device("cpu"))
     scores, _ = shards.read_scores(finished.run)  # an array of the right shape, filled anew below
     for shard in range(len(finished.plan)):
@@ -258,6 +275,7 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
         head_origin=shape.origin,
         has_card=shape.card is not None,
         remarks=remarks,
+        compared=compared,
     )
 
 

@@ -16,7 +16,6 @@ from sklearn.covariance import ledoit_wolf
 
 from virnuc_core.encoders.composition import (
     COMPOSITION,
-    MIN_READS,
     N_CODONS,
     Floats,
     KindComposition,
@@ -29,6 +28,7 @@ from virnuc_core.encoders.composition import (
     write_composition,
 )
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.sample_familiarity import MIN_READS
 
 FOLDS: Final = 5
 MAX_FRAMES: Final = 400  # of one cluster of genomes, so that a large one does not count for many

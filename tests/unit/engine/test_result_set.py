@@ -228,7 +228,11 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
     digests = {name: name * 8 for name in ("reads", "truth", "test")}
     card = {**digests, **told, "auroc": {"value": 0.9, "low": 0.8, "high": 1.0}}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"card": card}))
-    summary = classify_store(root, staged, models, ONE, fdr=0.01)
+    with pytest.raises(ConfigError, match=r"900 to 990 bases.*--fdr-outside-domain"):
+        classify_store(root, staged, models, ONE, fdr=0.01)
+    assert not root.exists(), "nothing was computed or written"
+    used = {"fdr": 0.01, "fdr_outside_domain": True}
+    summary = classify_store(root, staged, models, ONE, **used)
     assert (summary.threshold, summary.uncertain, "uncertain" in summary.fates) == (
         0.7,
         None,
@@ -237,7 +241,7 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
     assert "the head was trained on reads of 900 to 990 bases" in caplog.text
     assert [warning for warning in summary.warnings if "900 to 990" in warning]
     plain = contents(root)
-    unsure = classify_store(root, staged, models, ONE, fdr=0.01, abstain=True)
+    unsure = classify_store(root, staged, models, ONE, abstain=True, **used)
     assert unsure.uncertain == (0.2, 0.8)
     assert unsure.fates["uncertain"] > 0
     assert read_summary(RunDir(root)) == unsure

@@ -205,7 +205,12 @@ def test_the_card_gives_the_threshold_of_a_false_discovery_rate(
     by_threshold = rescore(
         run, head_with_card, RunDir(tmp_path / "threshold"), VerdictSpec(threshold=0.7)
     )
-    by_rate = rescore(run, head_with_card, RunDir(tmp_path / "rate"), VerdictSpec(fdr=0.01))
+    by_rate = rescore(
+        run,
+        head_with_card,
+        RunDir(tmp_path / "rate"),
+        VerdictSpec(fdr=0.01, fdr_outside_domain=True),
+    )
     assert by_rate.results.threshold == 0.7
     assert by_rate.results.fates == by_threshold.results.fates
     assert "trained on reads of 900 to 990 bases" in caplog.text
@@ -214,7 +219,9 @@ def test_the_card_gives_the_threshold_of_a_false_discovery_rate(
 def test_the_card_gives_the_uncertain_scores(
     tmp_path: Path, run: RunDir, head_with_card: Path
 ) -> None:
-    spec = VerdictSpec(fdr=0.01, abstain=True)
+    with pytest.raises(ConfigError, match="thresholds hold for reads like those"):
+        rescore(run, head_with_card, RunDir(tmp_path / "out"), VerdictSpec(abstain=True))
+    spec = VerdictSpec(fdr=0.01, abstain=True, fdr_outside_domain=True)
     summary = rescore(run, head_with_card, RunDir(tmp_path / "out"), spec)
     assert summary.uncertain == (0.65, 0.75)
     assert summary.results.fates["uncertain"] > 0

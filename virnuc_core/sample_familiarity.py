@@ -1,0 +1,74 @@
+"""What a run says about how much its reads are like those that its classifier was trained on."""
+
+from typing import Final, Literal
+
+from virnuc_core.config import Spec
+
+Verdict = Literal["familiar", "partly unfamiliar", "unfamiliar", "too few reads", "unknown"]
+UNLIKE_TRAINING: Final = ("partly unfamiliar", "unfamiliar")  # verdicts on samples outside
+MIN_READS: Final = 50  # below, nothing is said about a sample
+UNKNOWN_DOMAIN_NOTE: Final = (
+    "It is not known what the classifier was trained on. Reads of kinds that it has never seen get "
+    "scores, too, and no measurement can warn you of them."
+)
+
+
+class SampleFamiliarity(Spec):
+    """How much the reads of a sample are like those of the classifier's training."""
+
+    verdict: Verdict
+    reads: int = 0  # that could be compared: they have an open frame of a usual length
+    far: int = 0  # of these
+    # Shares of far reads among those of one genome of a known kind: the share that 95 of 100
+    # genomes do not exceed, and the largest one.
+    usual_share: float = 0.0
+    largest_share: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Return the share of far reads among those that could be compared."""
+        return self.far / max(1, self.reads)
+
+    @property
+    def is_outside(self) -> bool:
+        """Return whether the sample has more far reads than genomes of known kinds have."""
+        return self.verdict in UNLIKE_TRAINING
+
+    @property
+    def headline(self) -> str:
+        """Return the verdict as a part of the message of a run."""
+        if self.verdict == "unknown":
+            return "what the classifier was trained on is unknown"
+        if self.verdict == "too few reads":
+            return "too few reads to tell whether they are like those of the training"
+        if self.verdict == "familiar":
+            return "the reads are like those of the classifier's training"
+        share = f"{100 * self.share:.1f} %"
+        return (
+            f"{self.verdict.upper()} SAMPLE: {share} of the reads are unlike all that the "
+            "classifier was trained on"
+        )
+
+    @property
+    def remark(self) -> str:
+        """Return what to know before using the figures; empty for a familiar sample."""
+        if self.verdict == "unknown":
+            return UNKNOWN_DOMAIN_NOTE
+        if self.verdict == "too few reads":
+            return (
+                f"Only {self.reads:,} reads could be compared with the classifier's training; "
+                f"{MIN_READS} are needed to say whether they are like it."
+            )
+        if self.verdict == "familiar":
+            return ""
+        return (
+            f"{self.far:,} of {self.reads:,} reads ({100 * self.share:.1f} %) are unlike all that "
+            "the classifier was trained on (flag unfamiliar in reads.tsv). Of the genomes that its "
+            f"training held out, 95 of 100 have at most {100 * self.usual_share:.1f} % such reads, "
+            f"and none has more than {100 * self.largest_share:.1f} %. The sample is "
+            f"{self.verdict}: its verdicts may be wrong in a way that no figure of the classifier "
+            "foretells."
+        )
+
+
+UNKNOWN_DOMAIN: Final = SampleFamiliarity(verdict="unknown")
