@@ -95,6 +95,9 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
         _predict_all(settings, runs, table, show_share)
     summary = add_summaries(table.summaries)
     answer = summary.answer
+    from virnuc_core.report.summary_page import write_samples_page  # it takes a while to import
+
+    write_samples_page(settings.out, label, list(table.rows.values()), summary)
     publish_table(
         f"samples-{label}",
         [row.model_dump() for row in table.rows.values()],

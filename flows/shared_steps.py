@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from virnuc.flows.settings.measured import MeasureSettings
 from virnuc.flows.settings.shared import RunSettings
-from virnuc.tasks.artifacts import publish_table
+from virnuc.tasks.artifacts import publish_markdown, publish_table
 from virnuc.tasks.drawing import draw_subset, simulate_reads
 from virnuc.tasks.events import emit
 from virnuc.tasks.run_tables import fate_rows
@@ -13,7 +13,7 @@ from virnuc_core.config import INPUT_FIELDS, ReadsSpec
 from virnuc_core.pipeline import stage_spec
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import RunSummary
 
 MeasuredSettings = TypeVar("MeasuredSettings", bound=MeasureSettings)
@@ -70,9 +70,10 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
-    """Show in Prefect what became of the reads of a run, and send the event `prediction.done`.
+    """Write the summary page of a run, show in Prefect what became of its reads, and send the
+    event `prediction.done`.
 
-    Without a server nothing happens.
+    Without a server only the page is written.
 
     Args:
         run: The run directory.
@@ -80,6 +81,18 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
         summary: The summary of the run. Its fates are the numbers of reads by what became of them.
         staging: The summary of the staging, which has remarks on the reads.
     """
+    # matplotlib and pandas take a while to import, which the start of a command need not wait for
+    from virnuc_core.report.summary_page import write_summary_pages
+
+    with run_lock(run.root):
+        page = write_summary_pages(run, label, summary)
+    text_page = page.with_suffix(".md")
+    publish_markdown(
+        f"summary-{label}",
+        text_page.read_text(encoding="utf-8"),
+        f"Summary of {label}: {page}",
+        text_page,
+    )
     answer = summary.answer
     description = f"{label}: {answer.message}. {' '.join(answer.remarks)} Results: {run.root}"
     publish_table(f"reads-{label}", fate_rows(summary, staging.tally), description)

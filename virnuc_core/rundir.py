@@ -92,6 +92,8 @@ RECORD_FILES: Final = (
     "summary.json",
     "summary.json.former",
     "summary.json.damaged",
+    "summary.html",
+    "summary.md",
 )
 MATE_SUFFIXES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
 RESULT_FILES: Final = (

@@ -125,7 +125,7 @@ def _closing_lines(outcome: Outcome[Any]) -> list[str]:
         lines[0] = f"{beginning}{lines[0]}"
         note = note.removeprefix("; ")
     if note:
-        lines += ["", f"{note[:1].upper()}{note[1:]}."]
+        lines += ["", note]
     return [*lines, ""]
 
 

@@ -16,12 +16,17 @@ class PredictOptions(Spec):
     )
 
 
+def _result_places(settings: PredictSettings) -> dict[str, str]:
+    """Return where the results and the page for people lie."""
+    return {"Results": str(settings.out), "Page": str(settings.out / "summary.html")}
+
+
 predict = flow_command(
     FlowCommand(
         function="virnuc.flows.predict:predict",
         settings=PredictSettings,
         options=PredictOptions,
-        facts=lambda settings: {"Results": str(settings.out)},
+        facts=_result_places,
         positional=("reads",),
     )
 )

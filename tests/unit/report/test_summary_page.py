@@ -1,0 +1,115 @@
+"""The page for people after a prediction: what it says, and that names in it are plain text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.answer import RANDOM_NOTE
+from virnuc_core.reads.samples import SampleRow, add_summaries
+from virnuc_core.report.summary_page import PAGE, TEXT_PAGE, write_samples_page, write_summary_pages
+from virnuc_core.results import READS_HEADER
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Attempt, RunRecord, RunSummary, digest, write
+
+HOSTILE = "<script>alert(1)</script>[x](http://a.b)"
+READS = (
+    f"{HOSTILE}\t5200\t11\t40\tviral\t0.99\tvirus\t\n"
+    "short\t90\t1\t2\tothers\t0.25\tothers\tshort_for_model,ambiguous\n"
+    "long_other\t9000\t18\t60\tothers\t0.01\tothers\t\n"
+    "stops\t99\t1\t0\tno_open_frame\t\t\tshort_for_model\n"
+)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> tuple[RunDir, RunSummary]:
+    """A run of four reads by random weights; the id of one is markup."""
+    run = RunDir(tmp_path)
+    run.reads_table.write_text(READS_HEADER + READS)
+    table_digest = digest(run.reads_table)
+    assert table_digest is not None
+    summary = RunSummary(
+        n_reads=4,
+        fates={"viral": 1, "others": 2, "no_open_frame": 1, "empty": 0, "failed": 0},
+        n_short=2,
+        model_length=500,
+        threshold=0.5,
+        origins={"esm2": "random, seed 7", "dnabert_s": "public", "head": "public"},
+        has_card=True,
+        files={"reads.tsv": table_digest},
+    )
+    attempt = Attempt(started="now", devices=(), command=("virnuc", "predict", HOSTILE))
+    write(run.record, RunRecord(fingerprints={}, attempts=(attempt,), virnuc_version="0.1.0"))
+    return run, summary
+
+
+def test_the_page_answers_the_questions_of_a_reader(
+    finished: tuple[RunDir, RunSummary],
+) -> None:
+    run, summary = finished
+    page = write_summary_pages(run, "swab", summary).read_text()
+    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    assert "1 of 4 reads are viral" in text
+    assert "no verdict: no open reading frame 1 25.0 %" in text
+    assert "does not count as not viral" in text
+    assert RANDOM_NOTE in text
+    assert "10.1093/bib/bbaf224" in text
+    assert "short_for_model 2 50.0 %" in text
+    assert page.count("data:image/svg+xml;base64,") == 2
+
+
+def test_only_viral_sequences_are_listed_as_contigs(finished: tuple[RunDir, RunSummary]) -> None:
+    run, summary = finished
+    write_summary_pages(run, "swab", summary)
+    markdown = (run.root / TEXT_PAGE).read_text()
+    contigs = markdown.split("Longest viral")[1].split("## ")[0]
+    assert "5,200" in contigs
+    assert "long_other" not in contigs
+
+
+def test_names_are_plain_text_in_both_forms(finished: tuple[RunDir, RunSummary]) -> None:
+    run, summary = finished
+    page = write_summary_pages(run, HOSTILE, summary).read_text()
+    markdown = (run.root / TEXT_PAGE).read_text()
+    assert "<script" not in page + markdown
+    assert "](http" not in markdown
+
+
+def test_the_page_loads_nothing(finished: tuple[RunDir, RunSummary]) -> None:
+    run, summary = finished
+    page = write_summary_pages(run, "swab", summary).read_text()
+    sources = re.findall(r"(?:src|href)=\"([^\"]*)", page)
+    assert all(source.startswith("data:") for source in sources)
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_a_page_with_the_same_content_is_not_written_again(
+    finished: tuple[RunDir, RunSummary],
+) -> None:
+    run, summary = finished
+    page = write_summary_pages(run, "swab", summary)
+    written_ns = page.stat().st_mtime_ns
+    write_summary_pages(run, "swab", summary)
+    assert page.stat().st_mtime_ns == written_ns
+
+
+def test_the_page_of_samples_has_a_row_for_each(
+    finished: tuple[RunDir, RunSummary], tmp_path: Path
+) -> None:
+    _, summary = finished
+    folder = tmp_path / "all"
+    folder.mkdir()
+    rows = [
+        SampleRow(sample=HOSTILE, fate="predicted", reads=4, scored=3, viral=1, share=0.25),
+        SampleRow(sample="broken", fate="failed", note="no such file"),
+    ]
+    page = write_samples_page(folder, "swabs", rows, add_summaries([summary, summary])).read_text()
+    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    assert "2 of 8 reads are viral" in text
+    assert "broken failed" in text
+    assert "25.00 %" in text
+    assert "<script" not in page + (folder / TEXT_PAGE).read_text()
+    assert (folder / PAGE).exists()

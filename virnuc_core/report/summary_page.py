@@ -1,0 +1,300 @@
+"""The page for people after every prediction: `summary.html`, and the same as `summary.md`.
+
+The pages follow from the files of the run alone: the same run gives the same bytes, up to the times
+of the run. They load no other files. Names of reads, files and samples are shown as plain text.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from virnuc_core.answer import Answer
+from virnuc_core.reads.samples import SampleRow
+from virnuc_core.reads.subsets import read_columns
+from virnuc_core.report.charts import GENERATOR, Chart, read_charts
+from virnuc_core.report.render import Tile, fill_template, sections_markdown
+from virnuc_core.report.sections import Row, Section, Table
+from virnuc_core.report.text import Number, cell
+from virnuc_core.rundir import RunDir, write_text_atomically
+from virnuc_core.runfiles import RunRecord, RunSummary, read_record
+from virnuc_core.system_errors import path_exists
+
+PAGE: Final = "summary.html"
+TEXT_PAGE: Final = "summary.md"
+PIECE_READS: Final = 500_000  # reads that are held in memory together
+MAX_CONTIGS: Final = 20
+MIN_CONTIG_BASES: Final = 1000  # shorter sequences are called reads, not contigs
+MAX_LENGTH_BINS: Final = 60
+SCORE_BINS: Final = 20
+READ_COLUMNS: Final = {
+    "id": "str",
+    "length": "int64",
+    "fate": "str",
+    "viral_score": "str",
+    "flags": "str",
+}
+CITATIONS: Final = (
+    "VirNucPro: Li et al., Briefings in Bioinformatics 2025, doi 10.1093/bib/bbaf224",
+    "DNABERT-S: Zhou et al. 2024, doi 10.48550/arXiv.2402.08777",
+    "ESM-2: Lin et al., Science 2023, doi 10.1126/science.ade2574",
+)
+# matplotlib keeps its settings for the whole process, and samples are written side by side.
+_drawing = threading.Lock()
+
+
+@dataclass
+class _ReadFigures:
+    """What the page needs of `reads.tsv`.
+
+    Attributes:
+        lengths: Number of reads by length in bases.
+        scores: Number of reads by bin of the viral score.
+        flags: Number of reads by flag.
+        contigs: The longest viral sequences, the longest first.
+    """
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    scores: np.ndarray = field(default_factory=lambda: np.zeros(SCORE_BINS, np.int64))
+    flags: dict[str, int] = field(default_factory=dict)
+    contigs: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryPage:
+    """The texts for the template `summary.html.j2`."""
+
+    generator: str
+    title: str
+    headline: str
+    created: str
+    is_unsafe: bool
+    tiles: list[Tile]
+    first_sections: list[Section]  # before the charts
+    charts: list[Chart]
+    further_sections: list[Section]
+
+
+def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
+    """Write the two pages of a complete run, and return the path of the HTML page.
+
+    A page that is there already with the same content stays as it is.
+
+    Args:
+        run: The run directory. This process holds its lease.
+        label: The name of the sample.
+        summary: The summary of the run.
+
+    Raises:
+        DamagedFileError: `reads.tsv` or a record is not as the run left it.
+        StorageError: The disk refuses.
+    """
+    record = read_record(run)
+    figures = _read_figures(run, summary)
+    answer = summary.answer
+    first_sections = [_first_section(answer), _verdict_section(answer, summary)]
+    further_sections = [
+        _flag_section(figures, answer),
+        _contig_section(figures),
+        Section("How it was made", tables=[Table(_origin_rows(record, summary))]),
+        Section("What to cite", sentences=CITATIONS),
+    ]
+    with _drawing:
+        lengths, length_counts = _length_bins(figures.lengths)
+        charts = read_charts(lengths, length_counts, figures.scores.tolist())
+    page = SummaryPage(
+        generator=GENERATOR,
+        title=f"Prediction of {label}",
+        headline=answer.headline,
+        created=record.created,
+        is_unsafe=bool(answer.random_weights),
+        tiles=_tiles(answer),
+        first_sections=[section for section in first_sections if not section.is_empty],
+        charts=charts,
+        further_sections=[section for section in further_sections if not section.is_empty],
+    )
+    return _write(run.root, page)
+
+
+def write_samples_page(
+    folder: Path, label: str, rows: Sequence[SampleRow], summary: RunSummary
+) -> Path:
+    """Write one page over all samples, and return the path of the HTML page.
+
+    Args:
+        folder: The folder with `samples.tsv`.
+        label: The name of the set of samples.
+        rows: The lines of `samples.tsv`.
+        summary: The sum of all predicted samples.
+    """
+    answer = summary.answer
+    table: list[Row] = []
+    for row in rows:
+        share = None if row.share is None else Number(f"{100 * row.share:.2f} %")
+        table.append(
+            {
+                "Sample": row.sample,
+                "Result": row.fate,
+                "Reads": row.reads,
+                "With a score": row.scored,
+                "Viral": row.viral,
+                "Viral share": share,
+                "Flags": row.flags,
+                "Note": row.note,
+            }
+        )
+    sections = [
+        _first_section(answer),
+        Section(
+            "Samples",
+            sentences=["Each sample has a page of its own, summary.html in its folder."],
+            tables=[Table(table)],
+        ),
+        _verdict_section(answer, summary),
+    ]
+    page = SummaryPage(
+        generator=GENERATOR,
+        title=f"Samples of {label}",
+        headline=answer.headline,
+        created="",
+        is_unsafe=bool(answer.random_weights),
+        tiles=_tiles(answer),
+        first_sections=[section for section in sections if not section.is_empty],
+        charts=[],
+        further_sections=[Section("What to cite", sentences=CITATIONS)],
+    )
+    return _write(folder, page)
+
+
+def _write(folder: Path, page: SummaryPage) -> Path:
+    """Write the two forms of a page, and return the path of the HTML page."""
+    sections = [*page.first_sections, *page.further_sections]
+    headline = Section(page.title, sentences=[f"{page.headline}."])
+    forms = {
+        PAGE: fill_template("summary.html.j2", page=page),
+        TEXT_PAGE: sections_markdown([headline, *sections]).lstrip("\n"),
+    }
+    for name, text in forms.items():
+        path = folder / name
+        # A complete run that is started again changes no file.
+        if not path_exists(path) or path.is_symlink() or path.read_bytes() != text.encode():
+            write_text_atomically(path, text)
+    return folder / PAGE
+
+
+def _tiles(answer: Answer) -> list[Tile]:
+    """Return the large numbers at the top of the page."""
+    tiles = [
+        Tile("reads", cell(answer.reads)),
+        Tile("viral", cell(answer.viral)),
+        Tile("not viral", cell(answer.others)),
+        Tile("without a verdict", cell(answer.without_verdict)),
+    ]
+    if answer.pairs:
+        tiles.append(Tile("viral pairs", f"{cell(answer.viral_pairs)} of {cell(answer.pairs)}"))
+    return tiles
+
+
+def _first_section(answer: Answer) -> Section:
+    """Return what to know before using the figures."""
+    remarks = answer.remarks or ("Nothing speaks against these figures.",)
+    return Section("What to know first", sentences=remarks)
+
+
+def _verdict_section(answer: Answer, summary: RunSummary) -> Section:
+    """Return the table of verdicts, with the reads that have none and why, and of pairs."""
+    counts = {"viral": answer.viral, "not viral": answer.others}
+    for reason, count in answer.why_without_verdict.items():
+        counts[f"no verdict: {reason}"] = count
+    counts["all reads"] = answer.reads
+    tables = [Table(_share_rows(counts, answer.reads))]
+    if answer.pairs:
+        tables.append(Table(_share_rows(summary.pairs, answer.pairs), "Pairs"))
+    sentence = "A read without a verdict is unknown. It does not count as not viral."
+    return Section("Verdicts", sentences=[sentence], tables=tables)
+
+
+def _share_rows(counts: dict[str, int], whole: int) -> list[Row]:
+    """Return a row for each count, with its share of the whole."""
+    rows: list[Row] = []
+    for title, count in counts.items():
+        share = Number(f"{100 * count / whole:.1f} %") if whole else None
+        rows.append({"What": title, "Count": count, "Share": share})
+    return rows
+
+
+def _flag_section(figures: _ReadFigures, answer: Answer) -> Section:
+    """Return the table of flags."""
+    return Section("Flags of reads", tables=[Table(_share_rows(figures.flags, answer.reads))])
+
+
+def _contig_section(figures: _ReadFigures) -> Section:
+    """Return the longest sequences that are called viral."""
+    return Section(
+        f"Longest viral sequences, from {MIN_CONTIG_BASES:,} bases on",
+        tables=[Table(figures.contigs)],
+    )
+
+
+def _origin_rows(record: RunRecord, summary: RunSummary) -> list[Row]:
+    """Return table rows on command, files, weights and versions."""
+    facts: list[tuple[str, str]] = []
+    if record.attempts:
+        facts.append(("command", " ".join(record.attempts[-1].command)))
+    facts += [(f"reads: {file.file}", f"{file.reads:,} reads") for file in record.inputs]
+    facts += [(f"weights of {part}", origin) for part, origin in summary.origins.items()]
+    facts.append(("threshold", f"{summary.threshold}"))
+    facts.append(("devices", ", ".join(device.name for device in summary.devices)))
+    if summary.waited_s is not None:
+        facts.append(("time from the command to the result", f"{summary.waited_s:.1f} s"))
+    facts.append(("virnuc", str(record.virnuc_version)))
+    facts += record.versions.items()
+    return [{"What": what, "Value": value} for what, value in facts]
+
+
+def _read_figures(run: RunDir, summary: RunSummary) -> _ReadFigures:
+    """Read lengths, scores, flags and the longest viral sequences from `reads.tsv`, in pieces."""
+    figures = _ReadFigures()
+    recorded = (summary.files or {}).get(run.reads_table.name)
+    pieces = read_columns(run.reads_table, READ_COLUMNS, recorded=recorded, chunksize=PIECE_READS)
+    for piece in pieces:
+        _add_piece(figures, piece)
+    return figures
+
+
+def _add_piece(figures: _ReadFigures, piece: pd.DataFrame) -> None:
+    """Add some lines of `reads.tsv` to the figures."""
+    for length, count in piece["length"].value_counts().items():
+        bases = int(str(length))
+        figures.lengths[bases] = figures.lengths.get(bases, 0) + int(count)
+    scores = pd.to_numeric(piece["viral_score"], errors="coerce").to_numpy()
+    counts, _ = np.histogram(scores[~np.isnan(scores)], np.linspace(0.0, 1.0, SCORE_BINS + 1))
+    figures.scores += counts
+    for flags, count in piece["flags"].value_counts().items():
+        for flag in filter(None, str(flags).split(",")):
+            name = flag.partition("=")[0]
+            figures.flags[name] = figures.flags.get(name, 0) + int(count)
+    is_contig = (piece["fate"] == "viral") & (piece["length"] >= MIN_CONTIG_BASES)
+    longest = piece[is_contig].nlargest(MAX_CONTIGS, "length")
+    for row in longest.itertuples():
+        score = Number(str(row.viral_score))
+        figures.contigs.append(
+            {"Id": str(row.id), "Bases": int(str(row.length)), "Viral score": score}
+        )
+    figures.contigs.sort(key=lambda row: -int(str(row["Bases"])))
+    del figures.contigs[MAX_CONTIGS:]
+
+
+def _length_bins(lengths: dict[int, int]) -> tuple[list[float], list[int]]:
+    """Return the edges and counts of a histogram of lengths; empty without reads."""
+    if not lengths:
+        return [], []
+    shortest, longest = min(lengths), max(lengths)
+    width = max(1, -(-(longest - shortest + 1) // MAX_LENGTH_BINS))
+    edges = np.arange(shortest, longest + width + 1, width)
+    counts, _ = np.histogram(list(lengths), edges, weights=list(lengths.values()))
+    return edges.astype(float).tolist(), counts.astype(int).tolist()
