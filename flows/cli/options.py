@@ -56,7 +56,15 @@ OPTION_GROUPS: Final = (
         "Input",
         (
             *("reads", "inbox", "mates_1", "mates_2", "interleaved", "pairs", "samples"),
-            *("sample_from", "read_group", "subset", "simulate", "reads_seed", "on_error"),
+            *(
+                "sample_from",
+                "read_group",
+                "subset",
+                "simulate",
+                "simulate_pairs",
+                "reads_seed",
+                "on_error",
+            ),
             *("strict", "email", "truth", "pattern"),
         ),
     ),
