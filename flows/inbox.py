@@ -96,7 +96,7 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
                 **shared_settings,
             }
             file_settings = build(PredictSettings, values)
-            label = sample_name(file_settings.all_inputs)
+            label = row.sample or sample_name(file_settings.all_inputs)
             digests = {
                 path_of_file[file]: digest for file, digest in ledger.digests_of(row).items()
             }

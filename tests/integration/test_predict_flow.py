@@ -256,6 +256,7 @@ def test_mates_and_lanes_in_an_inbox_are_predicted_as_one_sample(
     assert rows["P7_S1_L001_R1_001.fastq"].reads == "80"
     assert rows["ntc_R1.fq.gz"].reads == "0"
     record = read_record(RunDir(out_dir / "P7_S1"))
+    assert record.spec["sample"] == "P7_S1", "virnuc export uses this name"
     assert record.pairs is not None
     assert [Path(file).name for pair in record.pairs for file in pair] == [
         f"P7_S1_L00{lane}_R{mate}_001.fastq" for lane in (1, 2) for mate in (1, 2)
