@@ -72,7 +72,6 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
         outcome = terminal.run_from_terminal(spec.function, spec.settings, settings)
         code = exit_code(outcome)
         facts = spec.facts(settings)
-        facts["Time"] = f"{waited_s() or 0.0:.1f} s"
         if spec.has_page:
             facts["In the UI"] = NOT_IN_UI
             if outcome.flow_run_id is not None:
@@ -89,6 +88,7 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
         say(*_closing_lines(outcome))
         for name, fact in facts.items():
             say(f"{name}: {fact}")
+        say(f"Time: {waited_s() or 0.0:.1f} s")
         return code
 
     return run

@@ -36,7 +36,7 @@ TABLES = {
 }
 # the name of the command, what it must be given besides --out and --models, and its last lines
 COMMANDS_OF_FLOWS = [
-    ("predict", READS, ["Results: out"]),
+    ("predict", READS, ["Results: out", "Page: out/summary.html"]),
     ("predict-inbox", INBOX, ["Fates: out/inbox.tsv"]),
     ("scale", READS, ["Report: out/report/report.html"]),
     ("tune", READS, ["Use it: --settings out/settings.toml", "All figures: out/tune.json"]),
@@ -120,6 +120,7 @@ def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the
     text_of = {"validate": ["the text of report.txt"]}
     output = capsys.readouterr().out
     lines = output.splitlines()
+    assert re.fullmatch(r"Time: \d+\.\d s", lines.pop())
     if name in TABLES:
         assert re.search(r"A table.* out .* result .* out .* its result ", output, re.DOTALL)
         lines = lines[-1 - len(facts) :]
