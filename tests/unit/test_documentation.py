@@ -31,6 +31,8 @@ PLAIN_PAGES = [
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "reads.md",
     ROOT / "docs" / "report.md",
+    ROOT / "docs" / "results.md",
+    ROOT / "docs" / "training.md",
     ROOT / "docs" / "ui.md",
     *TUTORIALS,
     *GUIDES,
