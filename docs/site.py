@@ -41,8 +41,9 @@ def front() -> str:
     """
     text = (HERE.parent / "README.md").read_text(encoding="utf-8")
     text = text.replace("](docs/notebook.ipynb)", "](notebook.md)")
+    text = text.replace("](docs/pictures/", "](pictures/")
     text = re.sub(r"\]\(docs/([\w./-]+\.md)(#[\w-]+)?\)", r"](\1\2)", text)
-    return re.sub(r"\[([^\]]+)\]\((?!https?:|[\w./-]+\.md)[^)]*\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|pictures/|[\w./-]+\.md)[^)]*\)", r"\1", text)
 
 
 def notebook() -> str:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from virnuc_core.answer import Answer
+from virnuc_core.answer import UNJUDGED_REASONS, Answer
 from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.report.charts import GENERATOR, Chart, read_charts
@@ -213,9 +213,26 @@ def _verdict_section(answer: Answer, summary: RunSummary) -> Section:
     counts["all reads"] = answer.reads
     tables = [Table(_share_rows(counts, answer.reads))]
     if answer.pairs:
-        tables.append(Table(_share_rows(summary.pairs, answer.pairs), "Pairs"))
+        tables.append(Table(_share_rows(_pair_counts(summary.pairs), answer.pairs), "Pairs"))
     sentence = "A read without a verdict is unknown. It does not count as not viral."
     return Section("Verdicts", sentences=[sentence], tables=tables)
+
+
+def _pair_counts(pairs: dict[str, int]) -> dict[str, int]:
+    """Return the counts of pairs by the words of the page, without fates that do not occur.
+
+    Args:
+        pairs: The counts by fate, as in the summary of a run.
+    """
+    counts = {}
+    for fate, count in pairs.items():
+        if fate == "others":
+            counts["not viral"] = count
+        elif fate in UNJUDGED_REASONS and count:
+            counts[f"no verdict: {UNJUDGED_REASONS[fate]}"] = count
+        elif count or fate == "viral":
+            counts[fate] = count
+    return counts
 
 
 def _share_rows(counts: dict[str, int], whole: int) -> list[Row]:

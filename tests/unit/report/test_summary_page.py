@@ -9,7 +9,13 @@ import pytest
 
 from virnuc_core.answer import RANDOM_NOTE
 from virnuc_core.reads.samples import SampleRow, add_summaries
-from virnuc_core.report.summary_page import PAGE, TEXT_PAGE, write_samples_page, write_summary_pages
+from virnuc_core.report.summary_page import (
+    PAGE,
+    TEXT_PAGE,
+    _pair_counts,
+    write_samples_page,
+    write_summary_pages,
+)
 from virnuc_core.results import READS_HEADER
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, RunRecord, RunSummary, digest, write
@@ -113,3 +119,13 @@ def test_the_page_of_samples_has_a_row_for_each(
     assert "25.00 %" in text
     assert "<script" not in page + (folder / TEXT_PAGE).read_text()
     assert (folder / PAGE).exists()
+
+
+def test_pairs_are_counted_in_the_words_of_the_page() -> None:
+    counts = _pair_counts({"viral": 0, "others": 3, "no_open_frame": 2, "empty": 0, "failed": 1})
+    assert counts == {
+        "viral": 0,
+        "not viral": 3,
+        "no verdict: no open reading frame": 2,
+        "no verdict: set aside (failed.tsv)": 1,
+    }
