@@ -414,3 +414,13 @@ def test_a_report_of_another_version_names_the_command_that_judges_anew(
     edit_json(path, lambda body: body["run"].pop("telemetry"))
     with pytest.raises(InputError, match="virnuc report DIR --profile NAME"):
         rerender(copied[0])
+
+
+def test_the_contents_of_the_page_lead_to_every_closed_part(report: Report) -> None:
+    tags = Page(render(report)["report.html"]).tags
+    targets = [str(attributes["href"]).removeprefix("#") for tag, attributes in tags if tag == "a"]
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
+    closed_parts = [attributes for tag, attributes in tags if tag == "details"]
+    assert targets == ids
+    assert len(closed_parts) == len(targets) > 8
+    assert not any("open" in attributes for attributes in closed_parts)
