@@ -29,6 +29,7 @@ class EncoderNames:
         seconds_column: Column of the telemetry's table of shards, and field of the report, with
             the seconds of device time that the encoder took.
         scaling_field: Field of the report with the encoder's speed-up on several devices.
+        citation: The paper of the public model.
     """
 
     name: EncoderName
@@ -38,6 +39,7 @@ class EncoderNames:
     molecule: Molecule
     seconds_column: str
     scaling_field: str
+    citation: str
 
     @property
     def option(self) -> str:
@@ -81,6 +83,7 @@ DNA: Final = EncoderNames(
     molecule="dna",
     seconds_column="dnabert_s",  # the files of all versions have this name, which has no "_s" added
     scaling_field="dnabert_scaling",
+    citation="Zhou et al. 2024, doi 10.48550/arXiv.2402.08777",
 )
 PROTEIN: Final = EncoderNames(
     name="esm2",
@@ -90,6 +93,7 @@ PROTEIN: Final = EncoderNames(
     molecule="protein",
     seconds_column="esm2_s",
     scaling_field="esm2_scaling",
+    citation="Lin et al., Science 2023, doi 10.1126/science.ade2574",
 )
 NAMES: Final = (DNA, PROTEIN)
 ENCODER_NAMES: Final[tuple[EncoderName, ...]] = (DNA.name, PROTEIN.name)

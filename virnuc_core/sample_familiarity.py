@@ -17,7 +17,7 @@ class SampleFamiliarity(Spec):
     """How much the reads of a sample are like those of the classifier's training."""
 
     verdict: Verdict
-    reads: int = 0  # that could be compared: they have an open frame of a usual length
+    compared: int = 0  # reads that have an open frame of a usual length
     far: int = 0  # of these
     # Shares of far reads among those of one genome of a known kind: the share that 95 of 100
     # genomes do not exceed, and the largest one.
@@ -27,7 +27,7 @@ class SampleFamiliarity(Spec):
     @property
     def share(self) -> float:
         """Return the share of far reads among those that could be compared."""
-        return self.far / max(1, self.reads)
+        return self.far / max(1, self.compared)
 
     @property
     def is_outside(self) -> bool:
@@ -56,18 +56,18 @@ class SampleFamiliarity(Spec):
             return UNKNOWN_DOMAIN_NOTE
         if self.verdict == "too few reads":
             return (
-                f"Only {self.reads:,} reads could be compared with the classifier's training; "
+                f"Only {self.compared:,} reads could be compared with the classifier's training; "
                 f"{MIN_READS} are needed to say whether they are like it."
             )
         if self.verdict == "familiar":
             return ""
+        share = f"{100 * self.share:.1f} %"
         return (
-            f"{self.far:,} of {self.reads:,} reads ({100 * self.share:.1f} %) are unlike all that "
-            "the classifier was trained on (flag unfamiliar in reads.tsv). Of the genomes that its "
-            f"training held out, 95 of 100 have at most {100 * self.usual_share:.1f} % such reads, "
-            f"and none has more than {100 * self.largest_share:.1f} %. The sample is "
-            f"{self.verdict}: its verdicts may be wrong in a way that no figure of the classifier "
-            "foretells."
+            f"{self.far:,} of {self.compared:,} reads ({share}) are unlike all that the classifier "
+            "was trained on (flag unfamiliar in reads.tsv). Of the genomes that its training held "
+            f"out, 95 of 100 have at most {100 * self.usual_share:.1f} % such reads, and none has "
+            f"more than {100 * self.largest_share:.1f} %. The sample is {self.verdict}: its "
+            "verdicts may be wrong in a way that no figure of the classifier foretells."
         )
 
 

@@ -75,7 +75,10 @@ OPTION_GROUPS: Final = (
             *("as_json", "metrics_file"),
         ),
     ),
-    OptionGroup("Models and verdicts", ("models", "head", "threshold", "fdr", "abstain")),
+    OptionGroup(
+        "Models and verdicts",
+        ("models", "head", "threshold", "fdr", "abstain", "fdr_outside_domain"),
+    ),
     OptionGroup(
         "Devices and machines",
         (

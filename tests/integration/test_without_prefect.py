@@ -202,7 +202,9 @@ def test_a_prediction_without_prefect_never_asks_for_it(
     assert outcome.returncode == 0, outcome.stderr
     assert {name: (out_dir / name).read_bytes() for name in RESULTS} == results
     assert not surroundings.imports.exists(), surroundings.imports.read_text()
-    assert outcome.stdout.splitlines()[-1] == f"Results: {out_dir}"
+    *_, results_line, _, time_line = outcome.stdout.splitlines()
+    assert results_line == f"Results: {out_dir}"
+    assert time_line.startswith("Time: ")
     for trace in ("Traceback", "Warning", "Prefect", "prefect"):
         assert trace not in outcome.stderr
     left = {path.name for path in Path.cwd().glob("~*")}

@@ -286,7 +286,7 @@ def judge_sample(composition: TrainingComposition, n_reads: int, n_far: int) -> 
         verdict = "partly unfamiliar"
     return SampleFamiliarity(
         verdict=verdict,
-        reads=n_reads,
+        compared=n_reads,
         far=n_far,
         usual_share=composition.usual_share,
         largest_share=composition.largest_share,

@@ -4,6 +4,7 @@ The series are part of the report's data. The same data gives the same bytes of 
 """
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -333,6 +334,9 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
         data: The data to draw. It must be hashable.
         options: Further arguments of `draw`.
     """
+    # Without a home directory, matplotlib keeps its cache in a temporary folder. Its warning about
+    # that would stand in the output of every run.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.answer import UNJUDGED_REASONS, Answer
+from virnuc_core.encoder_names import NAMES
 from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.report.charts import GENERATOR, Chart, read_charts
@@ -40,8 +41,7 @@ READ_COLUMNS: Final = {
 }
 CITATIONS: Final = (
     "VirNucPro: Li et al., Briefings in Bioinformatics 2025, doi 10.1093/bib/bbaf224",
-    "DNABERT-S: Zhou et al. 2024, doi 10.48550/arXiv.2402.08777",
-    "ESM-2: Lin et al., Science 2023, doi 10.1126/science.ade2574",
+    *(f"{names.title}: {names.citation}" for names in NAMES),
 )
 # matplotlib keeps its settings for the whole process, and samples are written side by side.
 _drawing = threading.Lock()

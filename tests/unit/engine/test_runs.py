@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -122,7 +123,12 @@ def test_as_many_processes_as_stage_write_the_results(
 ) -> None:
     messages = []
     writing = pipeline.write_results
-    monkeypatch.setattr(pipeline, "write_results", lambda *a: messages.append(a[-1]) or writing(*a))
+    n_processes = list(inspect.signature(writing).parameters).index("workers")
+    monkeypatch.setattr(
+        pipeline,
+        "write_results",
+        lambda *arguments: messages.append(arguments[n_processes]) or writing(*arguments),
+    )
     root = copy_run(reference, tmp_path / "run")
     classify_store(
         root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked

@@ -70,7 +70,7 @@ def test_new_genomes_are_judged_by_their_kind(
     compared = compare_reads(stage_reads(reads, tmp_path), composition)
     assert compared.sample.verdict in verdicts
     assert compared.sample.far == compared.is_far.sum()
-    assert compared.sample.reads == len(reads)
+    assert compared.sample.compared == len(reads)
 
 
 def test_far_reads_are_those_of_the_foreign_kind(
