@@ -41,6 +41,7 @@ SIZES: Final = {
 SETTINGS: Final = "silence_s = 20.0\nheartbeat_s = 0.5\n"
 SAID: Final = re.compile(r"[\d,]+ of [\d,]+ reads are viral|Reads: +[\d,]+ = .*")
 PER_RUN: Final = ("telemetry", "logs", "damaged")  # folders whose files differ from run to run
+PAGES: Final = ("summary.html", "summary.md")
 TIMES: Final = ("benchmark_", "regression.json", ".lock", ".virnuc")
 SUMMARY: Final = (
     "n_reads",
@@ -348,7 +349,8 @@ def digest_or_problem(path: Path) -> str:
             return h5_digest(path)
         if path.suffix == ".json" and path.name != "plan.json":
             return digest(json.dumps(json_facts(path), sort_keys=True).encode())
-        if path.name.startswith("report."):
+        # Pages have the time and the command of their run. Their figures are those of JSON files.
+        if path.name.startswith("report.") or path.name in PAGES:
             return "there"
         if path.name == "inbox.tsv":
             return digest(json.dumps(inbox_rows(path)).encode())
