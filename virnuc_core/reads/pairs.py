@@ -20,6 +20,9 @@ from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file
 
 MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
+# Reads that show how the ids of mates end, if the file has so many. The first batch alone may have
+# one read only: a batch ends where FASTQ becomes irregular.
+_SHOWN_READS: Final = 1000
 DIGITS: Final = tuple(b"0123456789")
 # What ends the ids of mates in some files in place of `/1` and `/2`: one of these before the number
 OTHER_MARKS: Final = (b".", b"_", b":")
@@ -342,7 +345,9 @@ def _agree_on_mate_ends(first: _Side, second: _Side) -> None:
     Raises:
         InputError: See `_Side.fill`.
     """
-    if not (first.fill(1) and second.fill(1)):
+    first.fill(_SHOWN_READS)
+    second.fill(_SHOWN_READS)
+    if not (len(first) and len(second)):
         return
     first_names = first.next_names(len(first))
     second_names = second.next_names(len(second))
@@ -368,7 +373,8 @@ def _find_mate_ends_of_interleaved(side: _Side) -> None:
     Raises:
         InputError: See `_Side.fill`.
     """
-    if not side.fill(2):
+    side.fill(_SHOWN_READS)
+    if len(side) < 2:
         return
     names = side.next_names(len(side))
     n_equal = sum(name == next_name for name, next_name in itertools.pairwise(names))

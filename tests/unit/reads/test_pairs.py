@@ -758,3 +758,18 @@ def test_real_files_with_missing_mates(tmp_path: Path, real_data: Path) -> None:
     assert [file.orphans for file in summary.by_file] == [
         len(ids_of_file) - len(complete) for ids_of_file in ids
     ]
+
+
+def test_ends_of_ids_are_found_where_a_file_becomes_irregular_after_its_first_reads(
+    write: WriteReads, tmp_path: Path
+) -> None:
+    """The first batch of such a file holds two reads only, and the first of them is an orphan."""
+    regular = fastq(["p0:1", "p1:1"])
+    bases = "ACGT" * 15
+    wrapped = "".join(
+        f"@{name}\n{bases[:30]}\n{bases[30:]}\n+\n{'I' * 30}\n{'I' * 30}\n"
+        for name in ("p1:2", "p2:1", "p2:2")
+    )
+    file = write(regular + wrapped, "mixed.fq")
+    _, store = staged(tmp_path / "orfs.h5", reads=(file,), interleaved=True, on_error="skip")
+    assert names(store) == ["p0/1", "p1/1", "p1/2", "p2/1", "p2/2"]
