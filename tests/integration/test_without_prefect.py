@@ -236,7 +236,8 @@ def test_samples_are_predicted_and_resumed_without_prefect(
     written_ns = summary.stat().st_mtime_ns
     second = no_prefect.predict(*words)
     assert second.returncode == 0, second.stderr
-    assert second.stdout == first.stdout
+    # The last line tells the time, which differs.
+    assert second.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1]
     assert summary.stat().st_mtime_ns == written_ns  # what is complete is not computed again
     for name in RESULTS:
         assert (out_dir / "gut" / name).read_bytes() == (out_dir / "lung" / name).read_bytes()
