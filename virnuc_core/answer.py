@@ -62,15 +62,15 @@ class RunFacts(Protocol):
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where the weights of each model come from, by its folder; empty: not recorded."""
+        """Return the origin of the weights of each model, by its folder; empty: not recorded."""
 
     @property
     def has_card(self) -> bool | None:
-        """Whether the classifier has a card with the result of a test; None: not recorded."""
+        """Return True if the classifier has a card with a test result; None: not recorded."""
 
     @property
     def familiarity(self) -> SampleFamiliarity | None:
-        """How much the reads are like those of the training; None: not recorded."""
+        """Return the comparison of the reads with those of the training; None: not recorded."""
 
     @property
     def remarks(self) -> tuple[str, ...]:

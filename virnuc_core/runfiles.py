@@ -797,5 +797,5 @@ class RunSummary(RunCounts):
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property
     def answer(self) -> Answer:
-        """What the run answers, and what its reader must know before using the figures."""
+        """Return the result of the run, and what to know before using its figures."""
         return answer_of(self)

@@ -93,16 +93,21 @@ def test_why_auto_takes_a_core_is_said_once_and_recorded(
     assert absence in warning
 
 
+def hidden_gpus(folder: Path) -> dict[str, str]:
+    """Return the variables of a machine with a driver for two GPUs, which both are hidden."""
+    build_fake_nvml(folder)
+    return os.environ | {
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_GPUS": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
 @pytest.mark.slow
 def test_a_device_that_the_user_names_needs_no_reason(
     few_reads: Path, models: Path, tmp_path: Path
 ) -> None:
-    build_fake_nvml(tmp_path)
-    environment = os.environ | {
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "FAKE_GPUS": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = hidden_gpus(tmp_path)
     out_dir = tmp_path / "run"
     words = ("predict", few_reads, "-o", out_dir, "--models", models, "--no-prefect")
     printed = run_virnuc(environment, *words, "--no-progress", "--devices", "cpu:1")
@@ -134,12 +139,7 @@ def test_the_report_of_a_validation_says_why_auto_took_a_core(
 def test_why_auto_takes_cores_of_a_node_is_said_with_its_machine(
     few_reads: Path, models: Path, tmp_path: Path
 ) -> None:
-    build_fake_nvml(tmp_path)
-    environment = os.environ | {
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "FAKE_GPUS": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = hidden_gpus(tmp_path)
     out_dir = tmp_path / "run"
     words = ("predict", few_reads, "-o", out_dir, "--models", models, "--no-prefect")
     printed = run_virnuc(environment, *words, "--no-progress", "--cluster", "local:1")

@@ -170,7 +170,7 @@ def measure(models: Path, reads: Path, run: RunDir) -> str:
     examples = choose_examples(store, spec)
     old_shape = read_shape(models / "head" / "config.json", HeadShape)
     shape = old_shape.model_copy(update={"hidden": spec.hidden})
-    features = load_features(run, store, examples.rows, shape.width)
+    features = load_features(run, store, examples.rows)
     figures_of_balance = {}
     for balance in BALANCES:
         balanced_spec = spec.model_copy(update={"balance": balance})

@@ -171,19 +171,27 @@ def count_codons(store: OrfStore, low: int, high: int) -> Floats:
     Returns:
         How often each sequence has each codon, in the order AAA, AAC, …, [high - low, 64].
     """
+    n_sequences = high - low
     offsets = np.asarray(store.dna_offsets[low : high + 1], np.int64)
     letters = np.asarray(store.dna_bytes[offsets[0] : offsets[-1]])
-    starts = offsets[:-1] - offsets[0]
+    starts = offsets[:-1] - offsets[0]  # of each sequence, in `letters`
+
+    # All codons of all sequences stand in one list, [codons].
     n_codons = np.diff(offsets) // 3
-    sequence_of_codon = np.repeat(np.arange(high - low), n_codons)
-    first_codon = np.cumsum(n_codons) - n_codons  # of each sequence
-    number_in_sequence = np.arange(len(sequence_of_codon)) - first_codon[sequence_of_codon]
-    bases = starts[sequence_of_codon] + 3 * number_in_sequence
+    sequence_of_codon = np.repeat(np.arange(n_sequences), n_codons)
+    n_codons_before = np.cumsum(n_codons) - n_codons  # those of earlier sequences
+    number_in_list = np.arange(len(sequence_of_codon))
+    number_in_sequence = number_in_list - n_codons_before[sequence_of_codon]
+    first_bases = starts[sequence_of_codon] + 3 * number_in_sequence
+
+    # The three letters are the digits of a number to the base 4.
     codes = _CODE_OF_LETTER[letters]
-    codons = 16 * codes[bases] + 4 * codes[bases + 1] + codes[bases + 2]
+    codons = 16 * codes[first_bases] + 4 * codes[first_bases + 1] + codes[first_bases + 2]
+
+    # Each cell of the table stands for one codon of one sequence.
     is_known = codons < N_CODONS
     cells = N_CODONS * sequence_of_codon[is_known] + codons[is_known]
-    counts = np.bincount(cells, minlength=N_CODONS * (high - low))
+    counts = np.bincount(cells, minlength=N_CODONS * n_sequences)
     return counts.reshape(-1, N_CODONS).astype(np.float64)
 
 

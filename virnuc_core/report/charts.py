@@ -324,6 +324,21 @@ def _chart(
     return Chart(title, description, _svg(draw, data, *options))
 
 
+def _import_matplotlib() -> None:
+    """Import matplotlib without its warning that there is no home directory.
+
+    Its cache is in a temporary folder then, and the warning would stand in the output of every run.
+    The level of its log is restored, because a notebook may use matplotlib as well.
+    """
+    matplotlib_log = logging.getLogger("matplotlib")
+    level = matplotlib_log.level
+    matplotlib_log.setLevel(logging.ERROR)
+    try:
+        import matplotlib  # noqa: F401 - the import itself warns
+    finally:
+        matplotlib_log.setLevel(level)
+
+
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times
 def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
     """Return a drawing as the text of an SVG image.
@@ -334,9 +349,7 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
         data: The data to draw. It must be hashable.
         options: Further arguments of `draw`.
     """
-    # Without a home directory, matplotlib keeps its cache in a temporary folder. Its warning about
-    # that would stand in the output of every run.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    _import_matplotlib()
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

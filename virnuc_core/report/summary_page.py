@@ -4,6 +4,7 @@ The pages follow from the files of the run alone: the same run gives the same by
 of the run. They load no other files. Names of reads, files and samples are shown as plain text.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -259,18 +260,22 @@ def _contig_section(figures: _ReadFigures) -> Section:
 
 def _origin_rows(record: RunRecord, summary: RunSummary) -> list[Row]:
     """Return table rows on command, files, weights and versions."""
-    facts: list[tuple[str, str]] = []
+    facts: dict[str, str] = {}
     if record.attempts:
-        facts.append(("command", " ".join(record.attempts[-1].command)))
-    facts += [(f"reads: {file.file}", f"{file.reads:,} reads") for file in record.inputs]
-    facts += [(f"weights of {part}", origin) for part, origin in summary.origins.items()]
-    facts.append(("threshold", f"{summary.threshold}"))
-    facts.append(("devices", ", ".join(device.name for device in summary.devices)))
+        last_attempt = record.attempts[-1]
+        facts["command"] = " ".join(last_attempt.command)
+    for file in record.inputs:
+        facts[f"reads: {file.file}"] = f"{file.reads:,} reads"
+    for part, origin in summary.origins.items():
+        facts[f"weights of {part}"] = origin
+    device_names = [device.name for device in summary.devices]
+    facts["threshold"] = f"{summary.threshold}"
+    facts["devices"] = ", ".join(device_names)
     if summary.waited_s is not None:
-        facts.append(("time from the command to the result", f"{summary.waited_s:.1f} s"))
-    facts.append(("virnuc", str(record.virnuc_version)))
-    facts += record.versions.items()
-    return [{"What": what, "Value": value} for what, value in facts]
+        facts["time from the command to the result"] = f"{summary.waited_s:.1f} s"
+    facts["virnuc"] = str(record.virnuc_version)
+    facts |= record.versions
+    return [{"What": name, "Value": value} for name, value in facts.items()]
 
 
 def _read_figures(run: RunDir, summary: RunSummary) -> _ReadFigures:
@@ -288,20 +293,27 @@ def _add_piece(figures: _ReadFigures, piece: pd.DataFrame) -> None:
     for length, count in piece["length"].value_counts().items():
         bases = int(str(length))
         figures.lengths[bases] = figures.lengths.get(bases, 0) + int(count)
-    scores = pd.to_numeric(piece["viral_score"], errors="coerce").to_numpy()
-    counts, _ = np.histogram(scores[~np.isnan(scores)], np.linspace(0.0, 1.0, SCORE_BINS + 1))
-    figures.scores += counts
+
+    # A read without a score has an empty field, which becomes NaN.
+    scores = pd.to_numeric(piece["viral_score"], errors="coerce").dropna()
+    score_edges = np.linspace(0.0, 1.0, SCORE_BINS + 1)
+    score_counts, _ = np.histogram(scores, score_edges)
+    figures.scores += score_counts
+
     for flags, count in piece["flags"].value_counts().items():
         for flag in filter(None, str(flags).split(",")):
             name = flag.partition("=")[0]
             figures.flags[name] = figures.flags.get(name, 0) + int(count)
+
     is_contig = (piece["fate"] == "viral") & (piece["length"] >= MIN_CONTIG_BASES)
     longest = piece[is_contig].nlargest(MAX_CONTIGS, "length")
     for row in longest.itertuples():
-        score = Number(str(row.viral_score))
-        figures.contigs.append(
-            {"Id": str(row.id), "Bases": int(str(row.length)), "Viral score": score}
-        )
+        contig: Row = {
+            "Id": str(row.id),
+            "Bases": int(str(row.length)),
+            "Viral score": Number(str(row.viral_score)),
+        }
+        figures.contigs.append(contig)
     figures.contigs.sort(key=lambda row: -int(str(row["Bases"])))
     del figures.contigs[MAX_CONTIGS:]
 
@@ -310,8 +322,11 @@ def _length_bins(lengths: dict[int, int]) -> tuple[list[float], list[int]]:
     """Return the edges and counts of a histogram of lengths; empty without reads."""
     if not lengths:
         return [], []
-    shortest, longest = min(lengths), max(lengths)
-    width = max(1, -(-(longest - shortest + 1) // MAX_LENGTH_BINS))
+    shortest = min(lengths)
+    longest = max(lengths)
+    n_lengths = longest - shortest + 1
+    width = math.ceil(n_lengths / MAX_LENGTH_BINS)
     edges = np.arange(shortest, longest + width + 1, width)
-    counts, _ = np.histogram(list(lengths), edges, weights=list(lengths.values()))
+    n_reads = list(lengths.values())
+    counts, _ = np.histogram(list(lengths), edges, weights=n_reads)
     return edges.astype(float).tolist(), counts.astype(int).tolist()

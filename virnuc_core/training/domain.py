@@ -148,11 +148,14 @@ def _length_range(bases: "pd.Series[float]") -> tuple[int, int]:
 
 def _gc_names() -> list[str]:
     """Return the names of the bins of GC content."""
-    percents = [f"{100 * bound:.0f}" for bound in GC_BOUNDS]
-    names = [f"below {percents[0]} %"]
+    percents = [round(100 * bound) for bound in GC_BOUNDS]
+    lowest = percents[0]
+    highest = percents[-1]
+    names = [f"below {lowest} %"]
     for low, high in pairwise(percents):
         names.append(f"{low} to {high} %")
-    return [*names, f"{percents[-1]} % and more"]
+    names.append(f"{highest} % and more")
+    return names
 
 
 def _length_names() -> list[str]:

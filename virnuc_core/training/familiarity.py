@@ -201,14 +201,18 @@ def _expected_distance(distances: Floats, n_codons: Floats) -> tuple[float, floa
 
     If all frames have about the same length, the second number is 0.
     """
+    mean_distance = float(distances.mean())
     shortest, longest = np.quantile(n_codons, (0.05, 0.95))
     if longest < MIN_CODONS_RATIO * shortest:
-        return float(distances.mean()), 0.0
-    columns = np.stack((np.ones(len(n_codons)), 1 / np.maximum(1, n_codons)), axis=1)
-    (base, per_codon), *_ = np.linalg.lstsq(columns, distances)
+        return mean_distance, 0.0
+    constant = np.ones(len(n_codons))
+    inverse_length = 1 / np.maximum(1, n_codons)
+    columns = np.stack((constant, inverse_length), axis=1)
+    coefficients, *_ = np.linalg.lstsq(columns, distances)
+    base, per_codon = coefficients.tolist()
     if base <= 0 or per_codon <= 0:
-        return float(distances.mean()), 0.0
-    return float(base), float(per_codon)
+        return mean_distance, 0.0
+    return base, per_codon
 
 
 def _reads_of_rows(rows: pd.DataFrame, distances: Floats) -> pd.DataFrame:

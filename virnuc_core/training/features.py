@@ -41,7 +41,7 @@ class Features:
         )
 
 
-def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> Features:
+def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame) -> Features:
     """Load what is learnt from translated frames of reads: embeddings and shares of 4-mers.
 
     Frames without a finite embedding are left out. A run stores an embedding once for all frames
@@ -51,7 +51,6 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
         run: The run with the embeddings.
         store: The staged reads that the frames are from.
         rows: A row for each frame, with the column unique (number of its distinct sequence).
-        width: Width of the joined embeddings of both encoders.
 
     Raises:
         VirnucError: More than one in a hundred frames have no finite embedding.
@@ -100,6 +99,9 @@ def gc_shares(store: OrfStore, uniques: NDArray[np.int64]) -> NDArray[np.float64
     is_gc = (letters == ord("G")) | (letters == ord("C"))
     n_gc_before = np.concatenate([[0], np.cumsum(is_gc)])  # of each place in `letters`
     offsets = np.asarray(store.dna_offsets[:])
-    starts, ends = offsets[uniques], offsets[uniques + 1]
-    shares: NDArray[np.float64] = (n_gc_before[ends] - n_gc_before[starts]) / (ends - starts)
+    starts = offsets[uniques]
+    ends = offsets[uniques + 1]
+    n_gc = n_gc_before[ends] - n_gc_before[starts]
+    n_bases = ends - starts
+    shares: NDArray[np.float64] = n_gc / n_bases
     return shares

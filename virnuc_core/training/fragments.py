@@ -82,7 +82,7 @@ def _fragment_starts(n_bases: int, length: int) -> list[int]:
     return sorted(set(starts.tolist()))
 
 
-def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[EvaluationSet]:
+def read_fragments(run: RunDir, examples: Examples) -> Iterator[EvaluationSet]:
     """Yield a test set for each length of fragments.
 
     A length is left out if one of the classes has no fragment with an open frame.
@@ -90,11 +90,10 @@ def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[Eval
     Args:
         run: The run that embedded the file of `write_fragments`.
         examples: The split that the fragments were cut for.
-        width: Width of the joined embeddings.
     """
     store = OrfStore.open(run.store)
     rows = _fragment_rows(store, examples.genomes)
-    features = load_features(run, store, rows, width)
+    features = load_features(run, store, rows)
     for length in LENGTHS:
         has_length = features.rows["bases"] == length
         fragments = features.select(has_length.to_numpy())

@@ -187,7 +187,7 @@ def train_head(
     # The random head of the run has the sizes of the new one, except for the hidden layer.
     old_shape = read_shape(models / HEAD_FOLDER / "config.json", HeadShape)
     shape = old_shape.model_copy(update={"hidden": spec.hidden})
-    features = load_features(run, store, examples.rows, shape.width)
+    features = load_features(run, store, examples.rows)
     job = TrainingJob(run, store, examples, spec, fragments_run)
     fitted, scorings = _fit_and_score(job, features, shape)
     head_evaluation = _evaluate(scorings, job)
@@ -247,7 +247,7 @@ def _fit_and_score(
         fitted = fit_methods(features, sides, shape, spec, spec.seed)
         test_sets = [EvaluationSet(FINAL_TEST, features.select(sides == TEST_SIDE))]
         if isinstance(job.fragments_run, RunDir):
-            test_sets += read_fragments(job.fragments_run, job.examples, shape.width)
+            test_sets += read_fragments(job.fragments_run, job.examples)
         for test_set in test_sets:
             for method, scorer in fitted.scorers.items():
                 scores = scorer(test_set.features)

@@ -8,12 +8,12 @@ import pytest
 from virnuc_core.engine import shards
 from virnuc_core.training.features import FOUR_MERS, load_features
 
-from .conftest import WIDTH, TrainingRun
+from .conftest import TrainingRun
 
 
 def test_rows_keep_their_embeddings_and_four_mers(training_run: TrainingRun) -> None:
     rows = training_run.choose_examples().rows
-    features = load_features(training_run.run, training_run.store, rows, WIDTH)
+    features = load_features(training_run.run, training_run.store, rows)
     assert len(features.rows) == len(rows)
 
     plan = shards.read_plan(training_run.run)

@@ -29,7 +29,7 @@ from virnuc_core.training.training import (
     remove_results,
 )
 
-from .conftest import SHARD_ROWS, WIDTH, TrainingRun
+from .conftest import SHARD_ROWS, TrainingRun
 from .origins import read_fasta, reverse_complement, write_fasta
 
 
@@ -143,7 +143,7 @@ def test_the_written_head_has_the_figures_of_the_record(
     (tmp_path / "models" / "head").symlink_to(training_run.head)
     rows = training_run.choose_examples().rows
     test_rows = rows[rows["side"] == 2]
-    features = load_features(training_run.run, training_run.store, test_rows, WIDTH)
+    features = load_features(training_run.run, training_run.store, test_rows)
     head = Head(*open_part(tmp_path / "models", HeadShape), torch.device("cpu"))
     scores = head.scores(features.embeddings)[:, 1].numpy()
 
