@@ -87,6 +87,7 @@ kernels: setup $(KERNELS)
 # The pinned versions must install and hold together, which `pip check` alone does not tell.
 sound: setup
 	$(BIN)/pip check
+	$(BIN)/python tests/pins.py
 	$(BIN)/python -W error::ImportWarning tests/sound.py
 
 # What a production machine installs: the same versions, with the hashes of all published files.

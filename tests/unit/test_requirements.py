@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.pins import missing_pins, requirements_in, unused_pins
+
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 EXTRAS = ("bam", "cluster")
@@ -76,6 +78,23 @@ def test_nothing_that_the_product_needs_is_missing(locked: dict[str, str]) -> No
     needed -= {"pip", "setuptools"}
     assert len(needed) > 100
     assert needed - locked.keys() == set()
+
+
+def test_a_pin_that_nothing_needs_is_found() -> None:
+    """A package for another platform is needed too, however its name is written."""
+    needed = requirements_in("Ruamel.YAML==1\npywin32==2 ; sys_platform == 'win32'\n")
+    pins = requirements_in("# a comment\nruamel-yaml==1\npywin32==2\nleft-over==3\n")
+    assert unused_pins(needed, pins) == ["left-over"]
+
+
+def test_a_package_without_a_pin_is_found() -> None:
+    """What is only for Windows, or comes with one build of torch, needs no pin."""
+    needed = requirements_in(
+        "torch==1\nunpinned==2\npywin32==3 ; sys_platform == 'win32'\n"
+        "nvidia-cublas==4 ; sys_platform == 'linux'\nnvidia-ml-py==5\nsetuptools==6\n"
+    )
+    pins = requirements_in("torch==1\n")
+    assert missing_pins(needed, pins) == ["nvidia-ml-py", "unpinned"]
 
 
 VULNERABILITY = {
