@@ -28,7 +28,6 @@ from virnuc_core.encoders.registry import (
     encoder_named,
 )
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.loader import slices
 from virnuc_core.engine.process import (
     INTERRUPTED,
     Child,
@@ -39,6 +38,7 @@ from virnuc_core.engine.process import (
     Ready,
     worker_specs,
 )
+from virnuc_core.engine.slices import slices
 from virnuc_core.errors import ConfigError, InputError, WorkerError, error_from_name
 from virnuc_core.lease import make_folder
 from virnuc_core.profiles import BaselineSpec

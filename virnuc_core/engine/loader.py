@@ -32,6 +32,7 @@ from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.registry import ENCODERS, EncoderInfo
 from virnuc_core.encoders.tokenize import PackedBatch, Tokenizer
 from virnuc_core.engine.shards import ShardTask
+from virnuc_core.engine.slices import Slice, slices
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
@@ -39,8 +40,6 @@ from virnuc_core.system_errors import shared_memory_error
 
 # Runs for which a process keeps the store and the tokenizers open.
 MAX_OPEN_SOURCES: Final = 8
-# Sequences that are tokenised in one call.
-SLICE_ROWS: Final = 1024
 # Rows with up to this many tokens are in one group.
 SMALLEST_GROUP: Final = 64
 # The token budget divided by each of these gives the shapes of batches, in token slots.
@@ -67,7 +66,6 @@ class Batch:
 Item = ShardTask | Batch | None
 # A function that returns the next item, and how long it waited for the item in milliseconds.
 Take = Callable[[], tuple[Item, float]]
-Slice = tuple[int, int]  # index of the first sequence, and index after the last one
 Ints = NDArray[np.int64]
 
 
@@ -144,29 +142,6 @@ def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
         tokens, starts = opened.tokenizers[encoder.name].encode(sequences)
         token_rows[encoder.name] = TokenRows(tokens.numpy(), starts.numpy())
     return token_rows
-
-
-def slices(positions: Ints) -> list[Slice]:
-    """Cut sorted positions into ranges of consecutive positions, none longer than `SLICE_ROWS`.
-
-    A new range also begins at each multiple of `SLICE_ROWS`.
-
-    Args:
-        positions: Positions in ascending order, each once.
-
-    Returns:
-        For each range its first position, and the position after its last one.
-    """
-    has_gap_before = np.diff(positions) != 1
-    is_slice_start = positions[1:] % SLICE_ROWS == 0
-    # Both arrays begin with the second position, hence + 1.
-    cuts = np.flatnonzero(has_gap_before | is_slice_start) + 1
-    ranges = []
-    for part in np.split(positions, cuts):
-        # Without any position there is one empty part.
-        if len(part):
-            ranges.append((int(part[0]), int(part[-1]) + 1))
-    return ranges
 
 
 def join(parts: Sequence[TokenRows]) -> TokenRows:

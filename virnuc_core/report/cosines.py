@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from virnuc_core.checked_files import open_checked_hdf5
 from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.engine.loader import slices
 from virnuc_core.engine.shards import EXACT_SEAL, is_sealed, store_path
+from virnuc_core.engine.slices import slices
 from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir

@@ -461,3 +461,12 @@ def test_the_page_of_another_drawing_library_is_compared_without_its_charts(
     assert verify_report(out_dir).ok
     page.write_text(older.replace("<b>1.82x</b>", "<b>1.98x</b>"), encoding="utf-8")
     assert not verify_report(out_dir).ok
+
+
+def test_the_processes_of_verify_do_not_load_torch() -> None:
+    """Each process would hold it in memory, twice as much as all else, and nothing computes."""
+    code = "import sys, virnuc_core.report.verify; print('torch' in sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout == "False\n"
