@@ -288,7 +288,7 @@ class ReadsSpec(ReadingSpec):
     interleaved: bool = Field(False, description="mates follow each other in READS")
     pairs: bool = Field(
         True,
-        description="judge mates together; of a folder, files that are mates by their names",
+        description="judge mates together; files that are mates by their names or flags (BAM)",
     )
     read_group: str = Field(
         "",

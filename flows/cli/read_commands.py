@@ -78,7 +78,7 @@ def sample(
         "read_group": read_group,
     }
     spec = build(ReadsSpec, values)
-    summary = draw_sample(spec, reads, out, seed, join_named_files=True, force=force)
+    summary = draw_sample(spec, reads, out, seed, force=force)
     print("\n".join(summary.lines()))
     if summary.pairs_before:
         print(f"written: {', '.join(str(path) for path in summary.files)}")

@@ -1,7 +1,8 @@
 """Decide which input files hold pairs of mates, by their names and by the ids of their first reads.
 
 `file_names` says which files are mates by their names. If a name may also mean something else, the
-ids of the first reads decide: mates have the same ids. Each decision is one line of the log.
+ids of the first reads decide: mates have the same ids. It makes no difference whether a user named
+the files one by one or their folder. Each decision is one line of the log.
 """
 
 import itertools
@@ -130,6 +131,8 @@ def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list
 def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, str], str]:
     """Detect pairs among files that the user did not name as pairs; warn about doubtful cases.
 
+    Files of a folder and files that the user named one by one follow the same rule.
+
     Args:
         spec: The settings for pairs.
         files: The files.
@@ -149,19 +152,12 @@ def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, 
             reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
     names = find_mates(files_without_flags)
     for pair in names.pairs:
-        if pair.first in spec.reads or pair.second in spec.reads:
-            # Files that the user named one by one are taken as they are named.
-            problem = (
-                "seem to hold pairs; each read is judged by itself, -1 and -2 before the files "
-                "judge pairs"
-            )
-        else:
-            problem = find_problem_of_pair(pair)
+        problem = find_problem_of_pair(pair)
         if not problem:
             reasons[pair.first, pair.second] = BY_NAME
         else:
             _log.warning("%s and %s %s", pair.first, pair.second, problem)
-    _warn_of_unjoined(spec, names)
+    _warn_of_unjoined(names, is_one_file=len(files) == 1)
     return reasons
 
 
@@ -192,6 +188,11 @@ def find_problem_of_pair(pair: NamedPair) -> str:
         return (
             "differ only by what looks like a mate mark; FASTA is not joined by its name, "
             "-1 and -2 before the files judge pairs"
+        )
+    if not pair.is_certain and (first.is_pipe or second.is_pipe):
+        return (
+            "differ only by what looks like a mate mark, and the reads of a pipe cannot be looked "
+            "at first, so each read is judged by itself; -1 and -2 before the files judge pairs"
         )
     if not pair.is_certain and not first.may_be_mates_of(second):
         return (
@@ -226,20 +227,22 @@ def find_other_mate_mark(first: str, second: str) -> str:
     return ""
 
 
-def _warn_of_unjoined(spec: ReadsSpec, names: MateNames) -> None:
-    """Log a warning for files that look like mates and are not joined, and for missing files."""
+def _warn_of_unjoined(names: MateNames, *, is_one_file: bool) -> None:
+    """Log a warning for files that look like mates and are not joined, and for missing files.
+
+    Args:
+        names: What the names of the files say.
+        is_one_file: There is only this file. Then nothing is said of missing mates.
+    """
     for unjoined in names.unjoined:
         if unjoined.reason == UNPAIRED_REASON:  # nothing is in doubt
             _log.info("%s: %s", _list_files(unjoined.files), unjoined.reason)
             continue
-        if any(file in spec.reads for file in unjoined.files):
-            reason = "seem to hold pairs"
-        else:
-            reason = f"differ only by what looks like a mate mark; {unjoined.reason}"
         _log.warning(
-            "%s %s; each read is judged by itself, -1 and -2 before the files judge pairs",
+            "%s differ only by what looks like a mate mark; %s; each read is judged by itself, "
+            "-1 and -2 before the files judge pairs",
             _list_files(unjoined.files),
-            reason,
+            unjoined.reason,
         )
     for first, second in names.similar:
         if _read_beginning(first).shares_ids_with(_read_beginning(second)):
@@ -249,11 +252,10 @@ def _warn_of_unjoined(spec: ReadsSpec, names: MateNames) -> None:
                 first,
                 second,
             )
-    lonely = tuple(file for file in names.lonely if file not in spec.reads)
-    if lonely:
+    if names.lonely and not is_one_file:
         _log.warning(
             "%s: no file with its mates beside it; each read is judged by itself",
-            _list_files(lonely),
+            _list_files(names.lonely),
         )
 
 
@@ -272,11 +274,13 @@ class _Beginning:
         ids: The ids of the first reads of a FASTQ file; none for FASTA.
         is_fasta: The file holds FASTA.
         is_known: False if the file cannot be read here. Staging then tells why.
+        is_pipe: The bytes come only once, so that they were not read here.
     """
 
     ids: tuple[bytes, ...] = ()
     is_fasta: bool = False
     is_known: bool = True
+    is_pipe: bool = False
 
     def may_be_mates_of(self, other: "_Beginning") -> bool:
         """Return True if the first reads of both files have ids in common.
@@ -313,7 +317,7 @@ def _read_beginning(file: str) -> _Beginning:
     log = ParseLog(on_error="skip")
     try:
         if not can_be_read_twice(file):
-            return _Beginning(is_known=False)
+            return _Beginning(is_known=False, is_pipe=True)
         with closing(parse((file,), log, block_bytes=_HEAD_BYTES)) as batches:
             batch = next(batches, None)
     except (InputError, OSError):  # staging reports it

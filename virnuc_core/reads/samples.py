@@ -267,7 +267,4 @@ def _find_named_reads(spec: ReadsSpec) -> Inputs:
             match is not None and match[1] and not is_special
         ):  # the ending of a format, such as `.fastq`
             files.append(name)
-    # Files that a user named one by one are normally not detected as pairs. Here they are, as in a
-    # folder. So leave out the names.
-    spec_without_names = spec.model_copy(update={"reads": ()})
-    return detect_pairs(spec_without_names, inputs._replace(files=tuple(files)))
+    return detect_pairs(spec, inputs._replace(files=tuple(files)))

@@ -87,13 +87,12 @@ def sample(
     out: Path,
     seed: int = 0,
     *,
-    join_named_files: bool = False,
     force: bool = False,
 ) -> SampleSummary:
     """Draw a random sample of reads with the same distribution of lengths, and write it to files.
 
-    The records are copied unchanged, in the order of the input. Files of a folder that are mates by
-    their names are pairs.
+    The records are copied unchanged, in the order of the input. Files that are mates by their names
+    are pairs.
 
     Args:
         spec: The reads, and which of them are mates.
@@ -103,8 +102,6 @@ def sample(
             files, first mates are written to `OUT_R1`, second mates to `OUT_R2` in the same order,
             and reads without a mate to `OUT_orphans`. Interleaved pairs are written to `out`.
         seed: Equal seeds draw equal reads.
-        join_named_files: Files that the user named one by one are pairs, too, if they are mates by
-            their names. Runs take such files as single reads.
         force: Replace files that exist.
 
     Returns:
@@ -119,7 +116,7 @@ def sample(
         raise ConfigError(f"{n} reads were requested; request 1 or more")
     _require_local(spec.all_inputs)
     require_rereadable(spec.all_inputs)
-    inputs = _find_pairs(spec, join_named_files=join_named_files)
+    inputs = _find_pairs(spec)
     paths = _name_files(out, inputs, spec)
     _require_free(paths, inputs, force=force)
     reads = _survey(inputs, spec, out)
@@ -138,22 +135,13 @@ def _require_local(names: tuple[str, ...]) -> None:
             )
 
 
-def _find_pairs(spec: ReadsSpec, *, join_named_files: bool) -> Inputs:
+def _find_pairs(spec: ReadsSpec) -> Inputs:
     """Find the input files, and detect pairs among them.
 
     Args:
         spec: The inputs.
-        join_named_files: See `sample`.
     """
-    inputs = find_inputs(spec.all_inputs)
-    if join_named_files:
-        # `detect_pairs` does not join files that stand in `reads`, so mates are taken out of it.
-        mates: set[str] = set()
-        for pair in find_mates(inputs.files).pairs:
-            mates.update((pair.first, pair.second))
-        single_names = tuple(name for name in spec.reads if name not in mates)
-        spec = spec.model_copy(update={"reads": single_names})
-    paired_inputs = detect_pairs(spec, inputs)
+    paired_inputs = detect_pairs(spec, find_inputs(spec.all_inputs))
     if spec.pairs:
         _warn_of_mates_left_behind(paired_inputs, spec.reads)
     return paired_inputs

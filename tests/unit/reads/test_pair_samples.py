@@ -138,7 +138,7 @@ def test_mates_in_two_files_stay_together_in_any_convention(
         "names": ReadsSpec(reads=(first, second, *others)),
     }[given_as]
 
-    summary = sample(spec, n, folder / "out.fq", join_named_files=True)
+    summary = sample(spec, n, folder / "out.fq")
 
     drawn = read_pairs(folder)
     orphans_path = folder / "out_orphans.fq"
@@ -421,13 +421,16 @@ def test_a_subset_of_pairs_is_drawn_again_where_anything_is_another(
     assert not draw_subset(run, spec, 20, 0, force=False).reused
 
 
-def test_named_files_of_a_run_are_single_reads_in_a_subset_too(tmp_path: Path) -> None:
+def test_files_named_one_by_one_are_pairs_in_a_subset_as_in_a_run(tmp_path: Path) -> None:
     first, second = write_two(tmp_path, ("lung_R1.fq", "lung_R2.fq"), make_pairs(60))
-    drawn = draw_subset(
-        run_in(tmp_path / "out"), ReadsSpec(reads=(first, second)), 9, 0, force=True
-    )
+    spec = ReadsSpec(reads=(first, second))
+    drawn = draw_subset(run_in(tmp_path / "out"), spec, 9, 0, force=True)
+    assert drawn.description.startswith("8 of 120 reads (4 of 60 pairs) drawn")
+    assert len(drawn.reads.mates_1) == len(drawn.reads.mates_2) == 1
+    single = spec.model_copy(update={"pairs": False})
+    drawn = draw_subset(run_in(tmp_path / "single"), single, 9, 0, force=True)
     assert drawn.description.startswith("9 of 120 reads drawn")
-    assert drawn.reads == ReadsSpec(reads=(str(tmp_path / "out" / "drawn" / "lung.subset.gz"),))
+    assert drawn.reads == ReadsSpec(reads=(str(tmp_path / "single" / "drawn" / "lung.subset.gz"),))
 
 
 # --- Inputs that failed once ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 from tests.columns import documented
 from virnuc_core import results
+from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.reads import pairs
+from virnuc_core.reads.mate_files import find_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import write_reads
@@ -276,21 +279,57 @@ def test_files_of_a_folder_are_paired_by_name_and_logged(
     assert (summary.pairs, store.paired, store.counts.n_duplicate_ids) == ((), False, 8)
 
 
-def test_files_named_one_by_one_are_not_paired_and_a_warning_is_logged(
+@pytest.mark.parametrize("order", [("a_R1.fq", "a_R2.fq"), ("a_R2.fq", "a_R1.fq")])
+def test_mates_named_one_by_one_are_a_pair_as_in_a_folder(
+    write: WriteReads, tmp_path: Path, order: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    mates = two(write, ["a", "b"], ["a", "b"])
+    files = tuple(str(tmp_path / name) for name in order)
+    summary, store = staged(tmp_path / "orfs.h5", reads=files)
+    assert summary.pairs == ((*mates["mates_1"], *mates["mates_2"]),)
+    assert names(store) == ["a/1", "a/2", "b/1", "b/2"]
+    [line] = [record.getMessage() for record in caplog.records if "pairs:" in record.message]
+    assert line.endswith("by their names; --no-pairs judges each read by itself")
+    staged(tmp_path / "given.h5", **mates)
+    assert digest(tmp_path / "orfs.h5") == digest(tmp_path / "given.h5")
+    summary, store = staged(tmp_path / "no.h5", reads=files, pairs=False)
+    assert (summary.pairs, store.paired) == ((), False)
+
+
+def test_files_named_one_by_one_are_no_pair_if_their_ids_or_their_number_say_so(
     write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = tuple(two(write, ["a"], ["a"])[side][0] for side in ("mates_1", "mates_2"))
-    summary, store = staged(tmp_path / "orfs.h5", reads=files)
-    assert (summary.pairs, names(store)) == ((), ["a", "a.2"])
-    assert "each read is judged by itself, -1 and -2" in caplog.text
-    (
-        write(fastq("a"), "in/a_R1.fq"),
-        write(fastq("a"), "in/a_R1.fq.old"),
-        write(fastq("a"), "in/a_R2.fq"),
-    )
-    assert not staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs, (
-        "three files are no pair"
-    )
+    patients = (write(fastq("a"), "patient_1.fq"), write(fastq("b"), "patient_2.fq"))
+    assert not staged(tmp_path / "patients.h5", reads=patients)[0].pairs
+    assert "hold other reads" in caplog.text
+    genomes = (write(fasta("a"), "bin_1.fa"), write(fasta("b"), "bin_2.fa"))
+    assert not staged(tmp_path / "genomes.h5", reads=genomes)[0].pairs
+    names = ("in/a_R1.fq", "in/a_R1.fq.old", "in/a_R2.fq")
+    three = tuple(write(fastq("a"), name) for name in names)
+    for number, reads in enumerate((three, (str(tmp_path / "in"),))):
+        summary, _ = staged(tmp_path / f"three{number}.h5", reads=reads)
+        assert not summary.pairs, "three files are no pair"
+
+
+def test_files_named_one_by_one_that_are_out_of_step_are_an_error_with_both_ways_out(
+    write: WriteReads, tmp_path: Path
+) -> None:
+    files = (write(fastq("abc"), "a_R1.fq"), write(fastq("ab"), "a_R2.fq"))
+    with pytest.raises(InputError, match="read 'c': has no mate in ") as raised:
+        staged(tmp_path / "orfs.h5", reads=files)
+    assert "--on-error skip" in str(raised.value)
+    assert "--no-pairs" in str(raised.value)
+    summary, _ = staged(tmp_path / "no.h5", reads=files, pairs=False)
+    assert summary.counts.n_reads == 5
+
+
+def test_pipes_are_joined_by_certain_names_only(tmp_path: Path) -> None:
+    for name in ("a_R1.fq", "a_R2.fq", "patient_1.fq", "patient_2.fq"):
+        os.mkfifo(tmp_path / name)
+    spec = ReadsSpec(reads=tuple(map(str, sorted(tmp_path.iterdir()))))
+    inputs = find_reads(spec)
+    assert inputs.pairs == ((str(tmp_path / "a_R1.fq"), str(tmp_path / "a_R2.fq")),)
 
 
 def staged_folder(
@@ -548,7 +587,7 @@ def test_a_run_with_other_pairing_is_not_reused(write: WriteReads, tmp_path: Pat
         model_length=60,
         spec={"on_error": "stop"},
     )
-    single = StageSpec(model_length=60, reads=summary.files)
+    single = StageSpec(model_length=60, reads=summary.files, pairs=False)
     with pytest.raises(RunMismatchError, match=r"\(pairs yes → no\)"):
         stage(single, store_path, recorded_run=record)
     interleaved_file = write(fastq(["a/1", "a/2", "b/1", "b/2"]), "m.fq")
