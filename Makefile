@@ -103,24 +103,23 @@ licences: setup
 audit: setup
 	$(BIN)/python tests/audit.py
 
-# Paths as the workers see them. A schedule is on only when all it needs is given; POOL names the class of machines.
+# What `prefect deploy --all` does (see prefect.yaml), after making the work pool. Paths as the workers see them; POOL names the
+# class of machines.
 POOL ?= gpu
-PROFILE ?= phase10-1m
-UNSET = not set: give it to make deploy
-deploy: export VIRNUC_POOL := $(POOL)
+MODELS ?= $(VIRNUC_MODELS)
+READS ?= $(VIRNUC_READS)
+INBOX ?= $(VIRNUC_INBOX)
+OUT ?= $(VIRNUC_OUT)
+PROFILE ?= $(VIRNUC_PROFILE)
+deploy: export PREFECT_DEFAULT_WORK_POOL_NAME := $(POOL)
 deploy: export VIRNUC_PROFILE := $(PROFILE)
-deploy: export VIRNUC_MODELS := $(or $(MODELS),$(UNSET))
-deploy: export VIRNUC_READS := $(or $(READS),$(UNSET))
-deploy: export VIRNUC_INBOX := $(or $(INBOX),$(UNSET))
-deploy: export VIRNUC_OUT := $(or $(OUT),$(UNSET))
-deploy: export VIRNUC_NIGHTLY_ON := $(if $(and $(MODELS),$(READS),$(OUT)),true,false)
-deploy: export VIRNUC_WATCHED_ON := $(if $(and $(MODELS),$(INBOX),$(OUT)),true,false)
-deploy: export VIRNUC_NIGHTLY := $(if $(and $(MODELS),$(READS),$(OUT)),,**Off until make deploy is given MODELS, READS and OUT.** )
-deploy: export VIRNUC_WATCHED := $(if $(and $(MODELS),$(INBOX),$(OUT)),,**Off until make deploy is given MODELS, INBOX and OUT.** )
-deploy: export VIRNUC_ASKED := $(if $(MODELS),,**Name the models in each run, or give MODELS to make deploy.** )
+deploy: export VIRNUC_MODELS := $(MODELS)
+deploy: export VIRNUC_READS := $(READS)
+deploy: export VIRNUC_INBOX := $(INBOX)
+deploy: export VIRNUC_OUT := $(OUT)
 deploy: setup
 	$(BIN)/prefect --no-prompt work-pool inspect $(POOL) >/dev/null 2>&1 || $(BIN)/prefect --no-prompt work-pool create $(POOL) --type process
-	$(BIN)/prefect --no-prompt deploy --prefect-file deployments/prefect.yaml --all
+	$(BIN)/prefect --no-prompt deploy --all
 
 # BLOCK=TYPE/NAME is a notification block of the server; PAUSE=1 lets a missed criterion pause its deployment
 alerts: setup

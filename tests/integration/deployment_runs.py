@@ -26,13 +26,7 @@ def succeed(environment: dict[str, str], *words: str) -> None:
 def deploy_predict(environment: dict[str, str], pool: str) -> None:
     """Create a work pool, and register our deployment `predict` for it."""
     succeed(environment, "work-pool", "create", pool, "--type", "process")
-    variables = {
-        "VIRNUC_POOL": pool,
-        "VIRNUC_MODELS": "given by each run",
-        "VIRNUC_ASKED": "",
-    }
-    file = str(ROOT / "deployments" / "prefect.yaml")
-    succeed(environment | variables, "deploy", "--prefect-file", file, "--name", "predict")
+    succeed(environment, "deploy", "--name", "predict", "--pool", pool)
 
 
 @contextmanager

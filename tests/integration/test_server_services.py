@@ -25,7 +25,7 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
 
-from .processes import ROOT, wait_for
+from .processes import PREFECT, ROOT, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -208,39 +208,34 @@ def state(client: SyncPrefectClient, run: UUID) -> str:
     return run_state.name or ""
 
 
-def test_make_deploy_switches_on_only_what_it_was_given_paths_for(
+def test_plain_prefect_deploy_works_and_make_deploy_switches_on_what_it_was_given_paths_for(
     client: SyncPrefectClient, server: dict[str, str], tmp_path: Path
 ) -> None:
-    def deploy(*given: str) -> dict[str, DeploymentResponse]:
+    def deploy(*words: str) -> dict[str, DeploymentResponse]:
         process = subprocess.run(
-            ["make", "deploy", *given],
-            env=server,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
+            words, env=server, cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert process.returncode == 0, process.stdout + process.stderr
         return {
             deployment_info.name: deployment_info for deployment_info in client.read_deployments()
         }
 
-    default_deployments = deploy("POOL=h200")
-    assert not default_deployments["nightly-h200"].schedules[0].active
-    assert default_deployments["nightly-h200"].parameters["models"].startswith("not set")
-    assert (default_deployments["nightly-h200"].description or "").startswith(
-        "**Off until make deploy is given MODELS, READS and OUT.**"
+    # What Prefect's users type first; nothing of ours is set.
+    deploy(*PREFECT, "work-pool", "create", "gpu", "--type", "process", "--overwrite")
+    default_deployments = deploy(*PREFECT, "deploy", "--all")
+    names = ("inbox", "validate", "predict", "scale", "tune", "profile", "train", "overhead")
+    for name in ("nightly-gpu", *names):
+        deployment_info = default_deployments[name]
+        assert deployment_info.work_pool_name == "gpu"
+        assert not any(schedule.active for schedule in deployment_info.schedules)
+    nightly = default_deployments["nightly-gpu"]
+    assert nightly.parameters["models"] == "not set: VIRNUC_MODELS"
+    assert (nightly.description or "").startswith(
+        "**Off until you set VIRNUC_MODELS, VIRNUC_READS, VIRNUC_OUT and deploy again.**"
     )
-    assert default_deployments.keys() >= {
-        "inbox",
-        "validate",
-        "predict",
-        "scale",
-        "tune",
-        "profile",
-        "train",
-    }
-    full_deployments = deploy("POOL=h200", "MODELS=/m", "READS=/r.fastq", f"OUT={tmp_path}")
+
+    given = ("POOL=h200", "MODELS=/m", "READS=/r.fastq", f"OUT={tmp_path}")
+    full_deployments = deploy("make", "deploy", *given)
     assert full_deployments["nightly-h200"].schedules[0].active
     assert full_deployments["nightly-h200"].parameters["reads"] == ["/r.fastq"]
     assert (full_deployments["nightly-h200"].description or "").startswith("Proves")

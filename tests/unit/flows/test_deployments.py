@@ -1,10 +1,11 @@
-"""deployments/prefect.yaml against the flows it names."""
+"""prefect.yaml against the flows it names."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import json
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -20,16 +21,39 @@ from prefect.server.utilities.user_templates import (
     render_user_template_sync,
     validate_user_template,
 )
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_DEFAULT_WORK_POOL_NAME, temporary_settings
+from prefect.utilities.importtools import import_object
+from prefect.utilities.templating import apply_values, find_placeholders
 
 from virnuc.deployments import alerts
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "deployments" / "prefect.yaml").read_text(encoding="utf-8")
-FILE = yaml.safe_load(
-    TEXT.replace("{{ $VIRNUC_POOL }}", "gpu").replace("{{ $VIRNUC_PROFILE }}", "phase10-1m")
-)
-DEPLOYMENTS: list[dict[str, Any]] = FILE["deployments"]
+FILE = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+PATHS = {
+    "VIRNUC_MODELS": "/srv/models",
+    "VIRNUC_READS": "/srv/proof.fastq.gz",
+    "VIRNUC_INBOX": "/srv/inbox",
+    "VIRNUC_OUT": "/srv/results",
+}
+
+
+def deployed(environment: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the deployments as Prefect fills them in: the environment first, then its build step."""
+    (step,) = FILE["build"]
+    ((function, keywords),) = step.items()
+    variables = {name: value for name, value in environment.items() if value}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*PATHS, "VIRNUC_PROFILE"):
+            patch.delenv(name, raising=False)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        outputs = {keywords["id"]: import_object(function)()}
+        with_environment = apply_values(FILE["deployments"], dict(os.environ), remove_notset=False)
+    filled_in: list[dict[str, Any]] = apply_values(with_environment, outputs)
+    return filled_in
+
+
+DEPLOYMENTS = deployed(PATHS)
 
 
 def flow_of(entrypoint: str) -> Any:
@@ -48,6 +72,60 @@ def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(
     if deployment.get("schedules"):
         assert set(flow.parameters.required or ()) <= set(deployment["parameters"])
         flow.validate_parameters(deployment["parameters"])
+
+
+def test_nothing_is_left_to_fill_in_whatever_is_set() -> None:
+    for environment in (PATHS, {}, {"VIRNUC_MODELS": " "}):
+        for deployment in deployed(environment):
+            assert find_placeholders(deployment) == set()
+            assert deployment["description"].strip()
+
+
+def test_with_all_paths_set_the_schedules_are_on_and_use_them() -> None:
+    by_name = {deployment["name"]: deployment for deployment in deployed(PATHS)}
+    nightly = by_name["nightly-gpu"]
+    assert nightly["schedules"][0]["active"] is True
+    assert nightly["parameters"]["reads"] == ["/srv/proof.fastq.gz"]
+    assert nightly["parameters"]["out"] == "/srv/results/nights"
+    assert nightly["parameters"]["profile"] == "phase10-1m"
+    assert by_name["inbox"]["schedules"][0]["active"] is True
+    assert by_name["inbox"]["parameters"]["inbox"] == "/srv/inbox"
+    assert not any("**" in deployment["description"] for deployment in by_name.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "needed_variables"),
+    [
+        ("nightly-gpu", ("VIRNUC_MODELS", "VIRNUC_READS", "VIRNUC_OUT")),
+        ("inbox", ("VIRNUC_MODELS", "VIRNUC_INBOX", "VIRNUC_OUT")),
+    ],
+)
+def test_a_schedule_is_off_without_any_one_of_its_paths_and_says_which_is_missing(
+    name: str, needed_variables: tuple[str, ...]
+) -> None:
+    for missing in needed_variables:
+        deployments = deployed(PATHS | {missing: ""})
+        deployment = next(item for item in deployments if item["name"] == name)
+        assert deployment["schedules"][0]["active"] is False
+        note = f"**Off until you set {missing} and deploy again.** "
+        assert deployment["description"].startswith(note)
+    nothing_set = next(item for item in deployed({}) if item["name"] == name)
+    assert ", ".join(needed_variables) in nothing_set["description"]
+
+
+def test_a_deployment_without_models_says_so_first() -> None:
+    for deployment in deployed(PATHS | {"VIRNUC_MODELS": ""}):
+        assert deployment["parameters"]["models"] == "not set: VIRNUC_MODELS"
+        assert "VIRNUC_MODELS" in deployment["description"].partition("** ")[0]
+
+
+def test_the_nightly_of_another_class_of_machines_has_its_name_and_profile() -> None:
+    with temporary_settings({PREFECT_DEFAULT_WORK_POOL_NAME: "h200"}):
+        nightly = deployed(PATHS | {"VIRNUC_PROFILE": "h200-1m"})[0]
+    assert nightly["name"] == "nightly-h200"
+    assert nightly["parameters"]["profile"] == "h200-1m"
+    # The pool itself is the setting's, too, if no deployment names one.
+    assert not any("name" in deployment["work_pool"] for deployment in FILE["deployments"])
 
 
 def test_every_flow_is_deployed_and_named_where_people_look() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 cloudpickle = pytest.importorskip("cloudpickle")
-DEPLOYMENTS = Path(__file__).resolve().parents[3] / "deployments" / "prefect.yaml"
+DEPLOYMENTS = Path(__file__).resolve().parents[3] / "prefect.yaml"
 
 
 def test_every_deployed_flow_can_be_served() -> None:
