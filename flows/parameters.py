@@ -9,7 +9,8 @@ its model's fields as parameters of its own, and so has the command that starts 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,6 +24,13 @@ Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
 # Settings that a flow has no parameter for, because a server keeps the parameters of a run.
 PRIVATE_FIELDS: Final = ("email",)
+# What a form begins with: what every run needs, then other ways to name the reads.
+FIRST_IN_FORM: Final = (
+    *("inbox", "reads", "truth", "out", "models"),
+    *("samples", "sample_from", "mates_1", "mates_2", "devices"),
+)
+_OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)")
+_CAPITALS: Final = re.compile(r"\b(OUT|READS)\b")  # as the help of a command names its arguments
 WITHOUT: Final = "virnuc predict --no-prefect, which needs no server"
 
 
@@ -102,6 +110,40 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return first_fields | other_fields
 
 
+def form_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a form in their order, without those in `PRIVATE_FIELDS`.
+
+    The reads and the required fields come first. The order within them, and of what follows, is
+    that of `FIRST_IN_FORM`, then that of `fields_of`.
+    """
+    fields = {name: field for name, field in fields_of(model).items() if name not in PRIVATE_FIELDS}
+    in_order = [name for name in dict.fromkeys([*FIRST_IN_FORM, *fields]) if name in fields]
+    needed = [name for name in in_order if name == "reads" or fields[name].is_required()]
+    return {name: fields[name] for name in dict.fromkeys([*needed, *in_order])}
+
+
+def form_description(model: type[BaseModel], name: str) -> str:
+    """Return what a form says of a field.
+
+    A class of settings may have other words for a form than for the help of the command
+    (`form_descriptions`). A class that defines the field anew does not inherit them. Without such
+    words, options in the text are named as the fields of the form are.
+
+    Args:
+        model: The settings model.
+        name: The name of the field.
+    """
+    for base in model.__mro__:
+        form_descriptions: Mapping[str, str] = vars(base).get("form_descriptions", {})
+        if name in form_descriptions:
+            return form_descriptions[name]
+        if name in inspect.get_annotations(base):
+            break
+    text = model.model_fields[name].description or ""
+    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
+    return _CAPITALS.sub(lambda match: match[1].lower(), text)
+
+
 def set_signature(
     function: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> None:
@@ -125,19 +167,18 @@ def with_flow_signature(
 ) -> Callable[..., Result]:
     """Describe a function as a flow with the fields of a model as its parameters.
 
-    Prefect makes the form of the UI from the signature and from the list in the docstring. Fields
-    in `PRIVATE_FIELDS` are left out.
+    Prefect makes the form of the UI from the signature and from the list in the docstring.
 
     Args:
         function: The function to describe; it takes the fields as keyword arguments.
         like: The function whose name and docstring it gets.
         model: The settings model.
     """
-    fields = {name: field for name, field in fields_of(model).items() if name not in PRIVATE_FIELDS}
+    names = list(form_fields(model))
     parameters_of_model = inspect.signature(model).parameters
-    set_signature(function, like, [parameters_of_model[name] for name in fields])
+    set_signature(function, like, [parameters_of_model[name] for name in names])
     lines = [inspect.getdoc(like) or "", "", "Args:"]
-    for name, field in fields.items():
-        lines.append(f"    {name}: {field.description}")
+    for name in names:
+        lines.append(f"    {name}: {form_description(model, name)}")
     function.__doc__ = "\n".join(lines)
     return function

@@ -5,7 +5,8 @@ a `RunSpec`, and `virnuc inspect` has those about reads and samples, too.
 """
 
 import os
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from pydantic import Field
 
@@ -20,6 +21,14 @@ from virnuc_core.system_errors import path_exists
 
 class PredictSettings(SamplesSpec, VerdictSpec, ClusterSpec, LiveSettings, RunSettings):
     """Which reads are viral."""
+
+    form_descriptions: ClassVar[Mapping[str, str]] = {
+        "reads": f"{RunSettings.form_descriptions['reads']} Leave it empty if you name a sample "
+        "sheet in samples.",
+        "samples": "Sample sheet, for several samples in one run: a table (.csv, .tsv) with the "
+        "columns sample, fastq_1 and fastq_2, as the worker's machine sees it. Each sample gets a "
+        "folder of its own in out. Leave reads empty then.",
+    }
 
     disable_checkpointing: bool = Field(
         False,

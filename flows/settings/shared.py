@@ -1,9 +1,10 @@
 """Settings that several flows share: devices and engine, reads and directories."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -127,7 +128,19 @@ class LiveSettings(LiveSpec):
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):
-    """What every flow takes."""
+    """What every flow takes.
+
+    Attributes:
+        form_descriptions: What the form of the UI says of some fields, where the help of the
+            command has no room for it, or where a worker reads the path.
+    """
+
+    form_descriptions: ClassVar[Mapping[str, str]] = {
+        "out": "Folder for the results, as the worker's machine sees it. Each run needs a folder "
+        "of its own. If you name the folder of a run that stopped, the run goes on where it was.",
+        "models": "Folder of the models, as the worker's machine sees it. "
+        f"It contains {MODEL_FOLDERS}.",
+    }
 
     out: Path = Field(description="run directory; a run that stopped goes on where it was")
     models: Path = Field(description=f"models directory: {MODEL_FOLDERS}")
@@ -184,6 +197,13 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 
 class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
+
+    form_descriptions: ClassVar[Mapping[str, str]] = {
+        "reads": "Files or folders of reads, as the worker's machine sees them, one for each item: "
+        "FASTA, FASTQ or BAM, plain or compressed. In a folder, mates are found by the names of "
+        "their files. Mates that you name one by one belong in mates_1 and mates_2. Addresses "
+        "(https://…) and ncbi:ACCESSIONS work, too.",
+    }
 
     force: bool = Field(
         False, description="start over: results of an earlier run in the directory are removed"

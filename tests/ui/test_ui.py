@@ -250,12 +250,10 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     reads = simulate(SimulateSpec(reads=300, seed=3), tmp_path / "lung.fastq.gz").reads_file
     deployment = server.deployment("validate")
     page.goto(f"{server.url}/deployments/deployment/{deployment}/run")
-    field(page, "FASTA, FASTQ or BAM files or folders").get_by_role(
-        "button", name="Add item"
-    ).click()
-    fill(page, "FASTA, FASTQ or BAM files or folders", str(reads))
+    field(page, "Files or folders of reads").get_by_role("button", name="Add item").click()
+    fill(page, "Files or folders of reads", str(reads))
     fill(page, "directory of the runs", str(tmp_path / "out"))
-    fill(page, "models directory", str(models))
+    fill(page, "Folder of the models", str(models))
     fill(page, "sizes and thresholds", "ci-smoke")
     fill(page, "cuda:0,cuda:1", "gpu9")
     field(page, "pause after the report").locator(".p-toggle__control").click()

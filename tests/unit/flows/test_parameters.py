@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import pytest
+from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
+from virnuc.flows import prefect_flows
 from virnuc.flows.cli import main, run_from_terminal
-from virnuc.flows.parameters import build, fields_of, with_flow_signature
+from virnuc.flows.parameters import build, fields_of, form_description, with_flow_signature
+from virnuc.flows.prefect_flows.predict import predict
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.flows.settings.predict import PredictSettings
@@ -81,6 +87,48 @@ def test_the_form_knows_descriptions_bounds_choices_and_defaults() -> None:
     assert properties["workers"]["description"] == "how many"
     assert properties["heat"]["enum"] == ["low", "high"]
     assert parameter_schema(cook).required == ["dish"]
+
+
+FLOWS_OF_A_FORM = [
+    importlib.import_module(f"virnuc.flows.prefect_flows.{module.name}")
+    for module in pkgutil.iter_modules(prefect_flows.__path__)
+]
+
+
+@pytest.mark.parametrize("module", FLOWS_OF_A_FORM, ids=lambda module: module.__name__)
+def test_a_form_asks_first_for_what_every_run_needs(module: ModuleType) -> None:
+    (flow,) = (item for item in vars(module).values() if isinstance(item, Flow))
+    schema = parameter_schema(flow)
+    names = sorted(schema.properties, key=lambda name: schema.properties[name]["position"])
+    needed = {*schema.required, *({"reads"} & {*names})}
+    assert {*names[: len(needed)]} == needed
+    assert names.index("out") < names.index("models"), "in the same order everywhere"
+    if "samples" in names:
+        assert names.index("samples") == len(needed)
+
+
+def test_a_form_explains_reads_samples_and_out() -> None:
+    properties = parameter_schema(predict).properties
+    assert "as the worker's machine sees them" in properties["reads"]["description"]
+    assert "belong in mates_1 and mates_2" in properties["reads"]["description"]
+    assert "Leave it empty if you name a sample sheet" in properties["reads"]["description"]
+    assert "columns sample, fastq_1 and fastq_2" in properties["samples"]["description"]
+    assert "a folder of its own" in properties["out"]["description"]
+
+
+def test_a_form_names_fields_and_no_options_of_the_command() -> None:
+    assert form_description(PredictSettings, "mates_1").endswith("in step with one of mates_2")
+    assert form_description(ValidateSettings, "baseline_reads").endswith("with baseline_seconds")
+    assert form_description(PredictSettings, "interleaved").endswith("in reads")
+    for model in (PredictSettings, ValidateSettings, TrainSettings, InboxSettings):
+        for name in fields_of(model):
+            assert "--" not in form_description(model, name)
+
+
+def test_a_field_that_is_defined_anew_has_its_own_words_in_the_form() -> None:
+    assert form_description(OverheadSettings, "out") == "directory of a finished validation"
+    assert form_description(ValidateSettings, "out") == "directory of the runs and the report"
+    assert "on where it was" in form_description(PredictSettings, "out")
 
 
 def test_a_value_of_no_known_form_is_told_the_forms_and_no_pattern() -> None:
