@@ -223,8 +223,9 @@ def test_plain_prefect_deploy_works_and_make_deploy_switches_on_what_it_was_give
     # What Prefect's users type first; nothing of ours is set.
     deploy(*PREFECT, "work-pool", "create", "gpu", "--type", "process", "--overwrite")
     default_deployments = deploy(*PREFECT, "deploy", "--all")
-    names = ("inbox", "validate", "predict", "scale", "tune", "profile", "train", "overhead")
-    for name in ("nightly-gpu", *names):
+    names = ("inbox", "validate", "predict", "scale", "train")
+    tools = ("workbench-overhead", "workbench-profile", "workbench-tune")
+    for name in ("nightly-gpu", *names, *tools):
         deployment_info = default_deployments[name]
         assert deployment_info.work_pool_name == "gpu"
         assert not any(schedule.active for schedule in deployment_info.schedules)

@@ -128,6 +128,17 @@ def test_the_nightly_of_another_class_of_machines_has_its_name_and_profile() -> 
     assert not any("name" in deployment["work_pool"] for deployment in FILE["deployments"])
 
 
+def test_tools_are_tagged_and_listed_after_the_daily_work() -> None:
+    names_by_tag: dict[bool, list[str]] = {True: [], False: []}
+    for deployment in DEPLOYMENTS:
+        names_by_tag["workbench" in deployment["tags"]].append(deployment["name"])
+    tools, daily_names = names_by_tag[True], names_by_tag[False]
+    assert tools == ["workbench-overhead", "workbench-profile", "workbench-tune"]
+    # The UI sorts deployments by name.
+    assert sorted([*tools, *daily_names])[-len(tools) :] == tools
+    assert all("virnuc" in deployment["tags"] for deployment in DEPLOYMENTS)
+
+
 def test_every_flow_is_deployed_and_named_where_people_look() -> None:
     flows = {
         path.stem
