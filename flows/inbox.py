@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Final
 
 from virnuc.flows.parameters import build
 from virnuc.flows.preflight import preflight
@@ -13,12 +14,14 @@ from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import artifact_key, publish_table
 from virnuc.tasks.events import emit
 from virnuc.tasks.outcome import Outcome, completed
-from virnuc.tasks.running_mark import announce
+from virnuc.tasks.running_mark import add_tags, announce
 from virnuc_core.engine.pool import Pool
 from virnuc_core.inbox import Ledger, Row, RowFate
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.runfiles import RunSummary
 
+# The name of the outcome if no file was to be predicted. The UI shows it as the state of the run.
+NOTHING_NEW: Final = "Nothing new"
 SHOWN_COLUMNS = ("file", "sample", "fate", "reads", "viral", "run", "note")
 
 
@@ -28,7 +31,7 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     A file that fails does not stop the others. The workers load the weights once for all files.
 
     Returns:
-        An outcome with the number of files by fate, named `Reused` if there was no new file.
+        An outcome with the number of files by fate, named `Nothing new` if no file was due.
 
     Raises:
         VirnucError: The settings or the weights cannot be used.
@@ -45,6 +48,8 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     for number, row in enumerate(rows):
         if ledger.is_due(row, retry_failed=settings.retry_failed):
             todo.append(number)
+    samples = [rows[number].sample or sample_name([rows[number].file]) for number in todo]
+    add_tags(*samples)
     with shared_workers(settings, warm=True) if todo else nullcontext() as pool:
         for number in todo:
             rows[number] = _predict_file(settings, ledger, rows[number], pool)
@@ -59,7 +64,10 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
             emit("inbox.failed", f"inbox.{artifact_key(row.file)}", row.file, payload)
     _publish_rows(settings, rows)
     counts = Counter(row.fate for row in rows)
-    return completed(counts, _describe_counts(counts), reused=not todo)
+    message = _describe_counts(counts)
+    if not todo:
+        return Outcome(counts, f"nothing new: {message}", NOTHING_NEW)
+    return completed(counts, message)
 
 
 def _failures(rows: Sequence[Row]) -> set[tuple[str, str]]:

@@ -13,7 +13,7 @@ from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import progress_artifact, publish_table
 from virnuc.tasks.outcome import Outcome, completed
-from virnuc.tasks.running_mark import announce
+from virnuc.tasks.running_mark import add_tags, announce
 from virnuc.tasks.server_use import without_server
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import VirnucError, is_machine_error, join_first
@@ -87,6 +87,7 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     _warn_of_merged_names(runs)
     label = _label_of(settings)
     announce("samples", label)
+    add_tags(*runs)
     rows = {name: SampleRow(sample=name) for name in runs}
     table = SampleTable(settings.out / SAMPLES, rows)
     table.write()

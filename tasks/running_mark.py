@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NAMESPACE_LABEL: Final = "virnuc.place"  # of process numbers: a machine or container
 PROCESS_LABEL: Final = "virnuc.process"
 START_LABEL: Final = "virnuc.ticks"  # when the process began, which tells it from a later one
+MAX_SAMPLE_TAGS: Final = 200  # a page of the UI shows all tags of each run
 logger = logging.getLogger(__name__)
 
 
@@ -31,27 +32,55 @@ def announce(*tags: str) -> None:
     Args:
         tags: Tags besides `virnuc`.
     """
-    if not with_server():
+    flow_run = _current_flow_run()
+    if flow_run is None:
         return
     from prefect.client.orchestration import get_client
-    from prefect.context import FlowRunContext
 
     from virnuc.tasks.server_connection import connection
 
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return
-    flow_run = context.flow_run
     labels: dict[str, Any] = {
         NAMESPACE_LABEL: process_namespace(),
         PROCESS_LABEL: os.getpid(),
         START_LABEL: process_start_ticks(os.getpid()),
     }
-    all_tags = sorted({*flow_run.tags, "virnuc", *tags})
+    flow_run.tags = sorted({*flow_run.tags, "virnuc", *tags})
     with connection.reporting("its process and tags"), get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run.id, labels)
-        client.update_flow_run(flow_run.id, tags=all_tags)
+        client.update_flow_run(flow_run.id, tags=flow_run.tags)
         _end_orphans(client)
+
+
+def add_tags(*tags: str) -> None:
+    """Write tags on the current flow run at the server, besides those that it has.
+
+    Outside a flow run nothing happens.
+
+    Args:
+        tags: The tags, such as names of samples, by which people find the run. Empty ones are left
+            out, and those after the first `MAX_SAMPLE_TAGS`.
+    """
+    new_tags = [tag for tag in tags if tag][:MAX_SAMPLE_TAGS]
+    flow_run = _current_flow_run()
+    if flow_run is None or not new_tags:
+        return
+    from prefect.client.orchestration import get_client
+
+    from virnuc.tasks.server_connection import connection
+
+    flow_run.tags = sorted({*flow_run.tags, *new_tags})
+    with connection.reporting("its tags"), get_client(sync_client=True) as client:
+        client.update_flow_run(flow_run.id, tags=flow_run.tags)
+
+
+def _current_flow_run() -> "FlowRun | None":
+    """Return the flow run in which this code runs; None if there is none."""
+    if not with_server():
+        return None
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return None if context is None else context.flow_run
 
 
 def _end_orphans(client: "SyncPrefectClient") -> None:

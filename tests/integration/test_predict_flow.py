@@ -16,6 +16,7 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
 from tests.columns import documented
+from virnuc.flows.inbox import NOTHING_NEW
 from virnuc.flows.prefect_flows.inbox import predict_inbox
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc.tasks.artifacts import host_key
@@ -192,8 +193,8 @@ def test_each_file_of_an_inbox_is_predicted_once(
     assert all((run / name).is_file() for name in RESULTS)
     second_state = predict_inbox(**arguments, return_state=True)
     assert (second_state.name, second_state.message) == (
-        "Reused",
-        "1 duplicate, 3 failed, 2 predicted",
+        NOTHING_NEW,
+        "nothing new: 1 duplicate, 3 failed, 2 predicted",
     )
     assert documented(out_dir / "inbox.tsv") == 6
     assert len(sent_messages) == 3, "a failure is told of once"
@@ -251,6 +252,8 @@ def test_mates_and_lanes_in_an_inbox_are_predicted_as_one_sample(
     }
     state = predict_inbox(**arguments, return_state=True)
     assert state.message == "4 joined, 2 predicted"
+    with get_client(sync_client=True) as client:
+        assert {"P7_S1", "ntc"} < {*client.read_flow_run(run_of(state)).tags}
     assert documented(out_dir / "inbox.tsv") == 6
     rows = {row.file: row for row in Ledger(inbox, out_dir).read_table()}
     assert rows["P7_S1_L001_R1_001.fastq"].reads == "80"
@@ -263,7 +266,21 @@ def test_mates_and_lanes_in_an_inbox_are_predicted_as_one_sample(
     ]
     assert all((out_dir / "P7_S1" / name).is_file() for name in RESULTS)
     assert len((out_dir / "ntc" / "pairs.tsv").read_text().splitlines()) == 1, "a header"
-    assert predict_inbox(**arguments, return_state=True).name == "Reused"
+    assert predict_inbox(**arguments, return_state=True).name == NOTHING_NEW
+
+
+def test_an_inbox_without_work_says_so(tmp_path: Path, models: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    arguments = {"inbox": inbox, "out": tmp_path / "out", "models": models, "devices": "cpu:1"}
+    empty_state = predict_inbox(**arguments, return_state=True)
+    assert (empty_state.name, empty_state.message) == (
+        "Nothing new",
+        "nothing new: the inbox is empty",
+    )
+    (inbox / "1.fasta").write_text(">r\nACGT\n")  # it was written just now
+    state = predict_inbox(**arguments, return_state=True)
+    assert (state.name, state.message) == ("Nothing new", "nothing new: 1 arriving")
 
 
 @pytest.mark.slow

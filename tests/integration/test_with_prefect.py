@@ -20,7 +20,7 @@ from prefect import flow, task
 from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
@@ -46,7 +46,14 @@ from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.prefect_states import to_state
 from virnuc.tasks.retries import first_attempt
-from virnuc.tasks.running_mark import NAMESPACE_LABEL, PROCESS_LABEL, START_LABEL, announce
+from virnuc.tasks.running_mark import (
+    MAX_SAMPLE_TAGS,
+    NAMESPACE_LABEL,
+    PROCESS_LABEL,
+    START_LABEL,
+    add_tags,
+    announce,
+)
 from virnuc.tasks.task import retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
@@ -288,6 +295,33 @@ def test_a_run_bears_its_tags() -> None:
 
     with get_client(sync_client=True) as client:
         assert sorted(client.read_flow_run(whole()).tags) == ["ci-smoke", "lung", "virnuc"]
+
+
+def test_a_run_is_found_by_each_of_its_samples_and_keeps_its_other_tags() -> None:
+    @flow
+    def whole() -> UUID:
+        announce("samples", "sheet")
+        add_tags("lung", "")
+        add_tags("gut", "lung")
+        return run_id()
+
+    flow_run_id = whole()
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(flow_run_id).tags == [
+            *("gut", "lung", "samples", "sheet", "virnuc")
+        ]
+        by_sample = FlowRunFilter.model_validate({"tags": {"all_": ["gut"]}})
+        assert [run.id for run in client.read_flow_runs(flow_run_filter=by_sample)] == [flow_run_id]
+
+
+def test_a_sheet_of_thousands_of_samples_does_not_flood_the_page_of_its_run() -> None:
+    @flow
+    def whole() -> UUID:
+        add_tags(*(f"s{number:04}" for number in range(3_000)))
+        return run_id()
+
+    with get_client(sync_client=True) as client:
+        assert len(client.read_flow_run(whole()).tags) == MAX_SAMPLE_TAGS
 
 
 def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
