@@ -231,6 +231,19 @@ class Connection:
             logger.debug("%s: not reported: %s", subject, redact(str(error)))
             self.unreported.append(subject)
 
+    def send_rest(self) -> None:
+        """Send the log lines and events that Prefect's threads still hold. They are ended then.
+
+        They would do so when the process ends. Nothing is sent to a lost server, and the threads
+        get the time of one request.
+        """
+        if self.lost or self._has_ended():
+            return
+        from prefect.logging.handlers import APILogWorker
+
+        # This drains all services of Prefect that send something, as Prefect's own `flush` does.
+        APILogWorker.drain_all(timeout=REQUEST_TIMEOUT_S, at_exit=False)
+
     def leave(self, code: int) -> None:
         """End this process at the end of a command, before threads of Prefect can hold it up.
 

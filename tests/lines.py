@@ -28,6 +28,7 @@ LAYERS = (
         "allowed_paths",
         "answer",
         "checked_files",
+        "command_time",
         "confidential",
         "config",
         "errors",

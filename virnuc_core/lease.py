@@ -197,38 +197,6 @@ def process_start_ticks(pid: int) -> str:
     return fields[19]
 
 
-class _Command:
-    """Whether this process is a command that a user waits for, and since when.
-
-    Attributes:
-        start_s: When the command began, by the clock of `time.monotonic()`. None in a notebook, a
-            script or a worker of Prefect, which do other things before and after a run.
-    """
-
-    start_s: float | None = None
-
-
-def note_command() -> None:
-    """Remember that this process is a command that a user waits for."""
-    _Command.start_s = command_start_s()
-
-
-def waited_s() -> float | None:
-    """Return how long the user has waited for this command, in seconds; None without a command."""
-    if _Command.start_s is None:
-        return None
-    return time.monotonic() - _Command.start_s
-
-
-def command_start_s() -> float:
-    """Return when this process began, by the clock of `time.monotonic()`, in seconds."""
-    since_boot_s = int(process_start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
-    # The time of the boot by the clock of `time.monotonic()`. That clock stands still while the
-    # machine is suspended, and CLOCK_BOOTTIME does not, so this is not simply 0.
-    boot_s = time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return boot_s + since_boot_s
-
-
 def is_alive(pid: int, start_ticks: str) -> bool | None:
     """Return whether the process with this number and start time is still running.
 

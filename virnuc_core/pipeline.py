@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core import runfiles
+from virnuc_core.command_time import note_finished_run
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import part_folder, shape_of, weight_facts
@@ -50,7 +51,7 @@ from virnuc_core.errors import (
     UnsafeFileError,
 )
 from virnuc_core.input_names import is_remote
-from virnuc_core.lease import require_lease, waited_s
+from virnuc_core.lease import require_lease
 from virnuc_core.reads.sources import local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -777,7 +778,6 @@ def _compute(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
-        waited_s=waited_s(),
         stages={stage.name: stage.seconds for stage in clock.times()},
         # RunSummary ignores the counts that it has no field for.
         **asdict(store.counts) | _trust_facts(job),
@@ -821,6 +821,7 @@ def _compute(
     # The summary is written last: a run is complete if summary.json exists.
     remove_file(job.run.journal, job.run.root, missing_ok=True)
     write(job.run.summary, summary)
+    note_finished_run(job.run.root)
     return summary
 
 

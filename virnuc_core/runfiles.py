@@ -710,8 +710,8 @@ class RunCounts(RunFile):
     wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
-    # From the start of the command to this file: what the user waited for. None for old files, and
-    # for runs that no command has started.
+    # From the start of the command to its end: what the user waited for (`command_time`). None for
+    # runs that no `virnuc predict` has computed, and for those of samples.
     waited_s: Seconds | None = None
     # The nine stages and the other parts of `telemetry.tables.ROWS`. None: fused with another.
     stages: dict[str, Seconds | None] = {}

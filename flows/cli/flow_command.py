@@ -2,8 +2,9 @@
 
 import importlib
 import json
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -18,13 +19,14 @@ from virnuc.flows.page_in_ui import page_in_ui
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
 from virnuc_core.answer import Answer
-from virnuc_core.errors import printable
-from virnuc_core.lease import waited_s
+from virnuc_core.command_time import record_waiting, waited_s
+from virnuc_core.errors import VirnucError, printable
 
 # exit codes
 CRITERION_FAILED: Final = 5
 PARTIAL: Final = 6  # some rows had to be set aside
 NOT_JUDGED: Final = 7
+log = logging.getLogger(__name__)
 NOT_IN_UI: Final = "the run is not there, because it went on without a Prefect server"
 
 Settings = TypeVar("Settings", bound=FlowSettings)
@@ -76,22 +78,52 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
             facts["In the UI"] = NOT_IN_UI
             if outcome.flow_run_id is not None:
                 facts["In the UI"] = page_in_ui(outcome.flow_run_id)
+        if not settings.as_json:
+            if spec.text is not None:
+                say(spec.text(settings).read_text(encoding="utf-8"))
+            if spec.tables:
+                _show_tables(spec.tables, settings, outcome.value)
+        # All work is done now, and what is left to print takes no time.
+        elapsed_s = waited_s()
+        outcome = _with_waiting(outcome, settings.out, elapsed_s)
         if settings.as_json:
             say(_outcome_as_json(outcome, code, facts))
             return code
-        if spec.text is not None:
-            say(spec.text(settings).read_text(encoding="utf-8"))
-        if spec.tables:
-            _show_tables(spec.tables, settings, outcome.value)
         if settings.verbose:
             say(*_stage_lines(outcome.value))
         say(*_closing_lines(outcome))
         for name, fact in facts.items():
             say(f"{name}: {fact}")
-        say(f"Time: {waited_s() or 0.0:.1f} s")
+        say(f"Time: {elapsed_s:.1f} s")
         return code
 
     return run
+
+
+def _with_waiting(outcome: Outcome[Any], out: Path, elapsed_s: float) -> Outcome[Any]:
+    """Write how long the user waited into the run's summary; return the outcome with this summary.
+
+    Outcomes of other commands than `predict`, and of runs that were complete before, are returned
+    as they are. If the time cannot be written, a warning is logged, for the results are complete.
+
+    Args:
+        outcome: How the flow ended.
+        out: The output directory.
+        elapsed_s: The time that the command prints, in seconds.
+    """
+    from virnuc_core.runfiles import RunSummary  # every flow has imported it by now
+
+    if not isinstance(outcome.value, RunSummary):
+        return outcome
+    try:
+        is_written = record_waiting(out, elapsed_s)
+    except (VirnucError, OSError) as error:
+        log.warning("summary.json does not get the time of the command: %s", error)
+        return outcome
+    if not is_written:
+        return outcome
+    summary = outcome.value.model_copy(update={"waited_s": elapsed_s})
+    return replace(outcome, value=summary)
 
 
 def _stage_lines(result: object) -> list[str]:

@@ -19,9 +19,9 @@ from virnuc.flows.preflight import preflight
 from virnuc.flows.running_alone import warn_of_running_alone
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
+from virnuc_core.command_time import note_command, waited_s
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import printable
-from virnuc_core.lease import command_start_s, note_command
 
 
 def run_from_terminal(function_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
@@ -85,6 +85,8 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
                 fallback = None if server.is_needed else run_alone
                 outcome = run_flow(flow, values, lambda: _wait_for(server, settings), fallback)
     _raise_failure(outcome)
+    if server is not None:
+        server.finish()
     return outcome
 
 
@@ -198,6 +200,5 @@ def _report_progress(settings: Any, event: str) -> None:
     """Write an event with the time to standard error, unless the user wants a quiet terminal."""
     if settings.quiet:
         return
-    elapsed_s = time.monotonic() - command_start_s()
     clock = time.strftime("%X")
-    sys.stderr.write(f"{clock}  {event}, {elapsed_s:.1f} s after the command\n")
+    sys.stderr.write(f"{clock}  {event}, {waited_s():.1f} s after the command\n")

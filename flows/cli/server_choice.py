@@ -4,6 +4,7 @@ It is the one that the user named, or a temporary one that this process starts.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +41,17 @@ class ChosenServer:
         """
         if self.temporary is not None:
             self.temporary.wait()
+
+    def finish(self) -> None:
+        """Send what Prefect's threads still hold to the server, then end it if it is ours.
+
+        The user waits for both, so both come before the command says how long it took.
+        """
+        # If the flow could not be loaded, nothing was sent, and Prefect may not be importable.
+        server_connection = sys.modules.get("virnuc.tasks.server_connection")
+        if server_connection is not None:
+            server_connection.connection.send_rest()
+        self.stop()
 
     def stop(self) -> None:
         """End the server, if this process has started it."""

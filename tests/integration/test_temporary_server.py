@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from prefect.client.schemas.objects import State
 from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
-from tests.process_lookup import family_of, running_with
+from tests.process_lookup import family_of, has_ended, running_with
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
 from virnuc.flows.settings.predict import PredictSettings
@@ -472,3 +473,30 @@ def test_an_answer_that_cannot_have_a_server_is_told_how_to_name_one(tmp_path: P
     assert line.endswith(
         "; set another PREFECT_HOME, or name the server of the run with PREFECT_API_URL"
     )
+
+
+def test_the_time_of_a_command_has_the_end_of_its_server_and_is_in_the_summary(
+    tmp_path: Path, few_reads: Path, models: Path, database: Path
+) -> None:
+    out_dir = tmp_path / "run"
+    words = ("predict", str(few_reads), "-o", str(out_dir), "--models", str(models))
+    start_s = time.monotonic()
+    with subprocess.Popen(
+        (*VIRNUC, *words, "--devices", "cpu:1"),
+        env=own_server(tmp_path / "prefect", database),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        servers = wait_for(lambda: running_with(SERVER, family_of(process.pid)), "a server")
+        time_line = next(line for line in process.stdout if line.startswith("Time: "))
+        # The line came before the end of the command, but after that of its server.
+        assert all(map(has_ended, servers))
+        printed_s = float(time_line.split()[1])
+        assert process.wait(PATIENCE_S) == 0
+    outer_s = time.monotonic() - start_s
+    waited_s = json.loads((out_dir / "summary.json").read_text())["waited_s"]
+    assert printed_s == pytest.approx(waited_s, abs=0.05)
+    # What follows is the end of Python alone, which a loaded machine makes longer.
+    assert outer_s - max(1.0, 0.1 * outer_s) < waited_s < outer_s + 0.05

@@ -258,6 +258,9 @@ def test_a_script_gets_the_outcome_without_prefect(
     repeated = json.loads(second.stdout)
     assert repeated["message"] == f"{facts['message']}; nothing had to be computed"
     assert repeated["data"] == facts["data"]
+    # The time that the user waited, of the command that has computed the run.
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert facts["data"]["waited_s"] == summary["waited_s"] > summary["total_s"] > 0
 
 
 def damaged_reads(folder: Path) -> tuple[int, dict[str, object]]:

@@ -28,10 +28,11 @@ from typing import IO, Any, Final, NoReturn, cast
 
 from pydantic import Field
 
+from virnuc_core.command_time import command_start_s
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment, open_context
 from virnuc_core.errors import ConfigError, UnreadableError, WorkerError
-from virnuc_core.lease import command_start_s, make_folder
+from virnuc_core.lease import make_folder
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
 from virnuc_core.safe_files import open_to_write

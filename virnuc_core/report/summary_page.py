@@ -271,8 +271,6 @@ def _origin_rows(record: RunRecord, summary: RunSummary) -> list[Row]:
     device_names = [device.name for device in summary.devices]
     facts["threshold"] = f"{summary.threshold}"
     facts["devices"] = ", ".join(device_names)
-    if summary.waited_s is not None:
-        facts["time from the command to the result"] = f"{summary.waited_s:.1f} s"
     facts["virnuc"] = str(record.virnuc_version)
     facts |= record.versions
     return [{"What": name, "Value": value} for name, value in facts.items()]
