@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit clean
+.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit dist clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -28,6 +28,7 @@ help:
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make kernels   the library for Hopper GPUs anew, after a change of its source"
+	@echo "make dist      what a release uploads, checked, in dist/"
 	@echo "make licences  the table of licences in docs/licences.md anew"
 	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
@@ -99,6 +100,10 @@ requirements: setup
 
 licences: setup
 	$(BIN)/python tests/licences.py
+
+# the source distribution and the wheel, built from a clean folder
+dist: setup
+	$(BIN)/python tests/distributions.py dist
 
 audit: setup
 	$(BIN)/python tests/audit.py

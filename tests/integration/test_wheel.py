@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,12 +14,12 @@ from pathlib import Path
 import pytest
 from prefect.client.orchestration import get_client
 
+from tests.distributions import Distributions, build, check
+
 from .deployment_runs import ended_run
-from .processes import ROOT, background
+from .processes import background
 
 pytestmark = pytest.mark.slow
-SOURCES = ("src", "flows", "tasks", "deployments", "virnuc_core")
-BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SAME_NAMES = ("flows", "tasks", "deployments")
 DEPLOYMENT = """
 name: elsewhere
@@ -62,19 +61,6 @@ def pip(*words: object) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel from a copy of the sources, because the build writes beside them."""
-    copy = folder / "sources"
-    ignored_files = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored_files)
-    for name in BUILD_FILES:
-        shutil.copy(ROOT / name, copy)
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
-    (wheel,) = folder.glob("virnuc-*.whl")
-    return wheel
-
-
 def create_environment(folder: Path, wheel: Path) -> Path:
     """Install the wheel into a new virtual environment; other packages are those of this one."""
     venv.create(folder, symlinks=True)
@@ -97,10 +83,17 @@ def create_folder(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """The source distribution, and the wheel that was built from it."""
+    return build(tmp_path_factory.mktemp("distributions"))
+
+
+@pytest.fixture(scope="module")
+def installation(
+    tmp_path_factory: pytest.TempPathFactory, distributions: Distributions
+) -> Installation:
     """The installed wheel."""
-    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
-    bin_folder = create_environment(tmp_path_factory.mktemp("environment"), wheel)
+    bin_folder = create_environment(tmp_path_factory.mktemp("environment"), distributions.wheel)
     return Installation(bin_folder, create_folder(tmp_path_factory.mktemp("elsewhere")))
 
 
@@ -108,6 +101,11 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 def environment() -> dict[str, str]:
     """This environment without what leads Python to our sources."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_both_distributions_have_their_files_and_no_others(distributions: Distributions) -> None:
+    """The library for Hopper GPUs is there; tests, caches and what a build leaves are not."""
+    assert check(distributions) == []
 
 
 def test_the_wheel_and_not_the_sources_is_imported(
