@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit dist clean
+.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit dist image clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -29,6 +29,7 @@ help:
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make kernels   the library for Hopper GPUs anew, after a change of its source"
 	@echo "make dist      what a release uploads, checked, in dist/"
+	@echo "make image     the container images, by Docker"
 	@echo "make licences  the table of licences in docs/licences.md anew"
 	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
@@ -70,6 +71,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 check: lint test
 
@@ -104,6 +106,16 @@ licences: setup
 # the source distribution and the wheel, built from a clean folder
 dist: setup
 	$(BIN)/python tests/distributions.py dist
+
+# Two images from the base image whose digest the registry names now: the command, and a Prefect worker.
+BASE_IMAGE := nvidia/cuda:13.0.1-base-ubuntu24.04
+SOURCE_URL ?= unknown
+IMAGE_FACTS = --build-arg REVISION=$$(git rev-parse HEAD) --build-arg CREATED=$$(date --utc +%Y-%m-%dT%H:%M:%SZ) \
+	--build-arg SOURCE_URL=$(SOURCE_URL)
+image:
+	digest=$$(docker buildx imagetools inspect $(BASE_IMAGE) --format '{{.Manifest.Digest}}') && \
+	docker build --tag virnuc --target command --build-arg BASE_IMAGE=$(BASE_IMAGE)@$$digest $(IMAGE_FACTS) . && \
+	docker build --tag virnuc-worker --target worker --build-arg BASE_IMAGE=$(BASE_IMAGE)@$$digest $(IMAGE_FACTS) .
 
 audit: setup
 	$(BIN)/python tests/audit.py

@@ -17,7 +17,7 @@ from prefect.client.orchestration import get_client
 from tests.distributions import Distributions, build, check
 
 from .deployment_runs import ended_run
-from .processes import background
+from .processes import background, reserved_port
 
 pytestmark = pytest.mark.slow
 SAME_NAMES = ("flows", "tasks", "deployments")
@@ -173,8 +173,14 @@ def test_a_worker_runs_a_deployment_of_the_installed_flow(
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
     worker = (str(installation.bin / "python"), *prefect, "worker", "start", "-p", "wheel")
-    with background(worker, server, log, cwd=installation.folder):
-        run = ended_run(flow_run.id)
+    with reserved_port() as port:
+        server |= {"PREFECT_WORKER_WEBSERVER_HOST": "127.0.0.1"}
+        server |= {"PREFECT_WORKER_WEBSERVER_PORT": str(port)}
+        with background((*worker, "--with-healthcheck"), server, log, cwd=installation.folder):
+            run = ended_run(flow_run.id)
+            health = ("-m", "virnuc.deployments.worker_health")  # as the container asks
+            healthy = installation.run("python", *health, environment=server)
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
     assert run.state is not None
     assert run.state.name == "Completed", log.read_text()
     assert (out_dir / "prediction_results.txt").is_file()
