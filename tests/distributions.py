@@ -25,6 +25,7 @@ PACKAGES = {
 # What only a checkout has: people copy these files into a CI system or a pipeline, or give them to pip.
 CHECKOUT_ONLY = {"deployments/ci-github.yml", "deployments/ci-validate.sh"}
 CHECKOUT_ONLY |= {"deployments/requirements.txt"}
+CHECKOUT_FOLDERS = ("deployments/conda", "deployments/nextflow", "deployments/snakemake")
 # Files of the source distribution that are not modules.
 SOURCE_FILES = {"LICENSE", "README.md", "pyproject.toml", "MANIFEST.in", "constraints.txt"}
 SOURCE_FILES |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"}
@@ -80,10 +81,10 @@ def build(folder: Path) -> Distributions:
 
 def installed_path(name: str) -> str | None:
     """Return where a file of the repository is in the wheel; None if it is not installed."""
-    if name in CHECKOUT_ONLY:
+    path = PurePosixPath(name)
+    if name in CHECKOUT_ONLY or any(path.is_relative_to(folder) for folder in CHECKOUT_FOLDERS):
         return None
     for folder, package in PACKAGES.items():
-        path = PurePosixPath(name)
         is_link = (ROOT / name).is_symlink()  # src/virnuc/flows leads to flows
         if path.is_relative_to(folder) and not is_link:
             return str(package / path.relative_to(folder))

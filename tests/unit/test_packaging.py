@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 import tomllib
 import zipfile
@@ -41,13 +40,8 @@ def write_distributions(
 def test_every_folder_of_modules_or_data_is_installed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packaged = set(settings["tool"]["setuptools"]["packages"])
-    folders = set()
-    source = ROOT / "src"
-    for folder, _, files in os.walk(source, followlinks=True):
-        path = Path(folder).relative_to(source)
-        is_package = bool(path.parts) and not path.parts[-1].startswith(("__", "."))
-        if files and is_package and path.suffix != ".egg-info":
-            folders.add(".".join(path.parts))
+    installed = [path for path in map(installed_path, project_files()) if path is not None]
+    folders = {".".join(Path(path).parent.parts) for path in installed}
     assert folders == packaged
 
 
@@ -56,6 +50,7 @@ def test_modules_are_installed_where_they_are_imported() -> None:
     assert installed_path("src/virnuc/__init__.py") == "virnuc/__init__.py"
     assert installed_path(HOPPER) == HOPPER
     assert installed_path("tests/conftest.py") is None
+    assert installed_path("deployments/snakemake/virnuc/predict/wrapper.py") is None
     assert installed_path("src/virnuc/flows") is None  # the link; the folder has its own files
 
 
