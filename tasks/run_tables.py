@@ -7,7 +7,7 @@ from virnuc_core.markdown import Markdown
 from virnuc_core.reads.stage import REMARKS
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.statistics import DeviceBusy
-from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
+from virnuc_core.telemetry.tables import OVERLAPPED, OVERLAPPED_TITLE, ROWS, STAGES
 
 
 def stage_rows(summary: RunSummary) -> Rows:
@@ -33,7 +33,7 @@ def stage_rows(summary: RunSummary) -> Rows:
         else:
             seconds_text = "not measured"
         if name == OVERLAPPED:
-            title = "At the same time as other parts (counted once in the total)"
+            title = OVERLAPPED_TITLE
         share = None if seconds is None else _percent(seconds, total_s)
         rows.append({"stage": title, "seconds": seconds_text, "share": share})
     title = Markdown("**Total wall time**")

@@ -28,7 +28,7 @@ from virnuc_core.system_errors import path_exists
 
 PAGE: Final = "summary.html"
 TEXT_PAGE: Final = "summary.md"
-PIECE_READS: Final = 500_000  # reads that are held in memory together
+PIECE_READS: Final = 65_536  # reads that are held in memory together
 MAX_CONTIGS: Final = 20
 MIN_CONTIG_BASES: Final = 1000  # shorter sequences are called reads, not contigs
 MAX_LENGTH_BINS: Final = 60

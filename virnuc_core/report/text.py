@@ -10,7 +10,6 @@ from virnuc_core.markdown import Markdown, escape_markdown
 from virnuc_core.profiles import Target
 from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
-from virnuc_core.telemetry.tables import OVERLAPPED
 
 UNKNOWN: Final = "n/a"
 GIBIBYTE: Final = 1 << 30
@@ -238,7 +237,4 @@ def stage_text(run: RunMetrics, stage: str) -> str:
         return "0s (fused)" if stage in run.stages else "n/a (not measured)"
     decimals = 0 if seconds >= 10 else 1
     share = cell(percent(run.share_of_time(seconds), unit="%"))
-    text = f"{seconds:.{decimals}f}s ({share})"
-    if stage == OVERLAPPED and seconds > 0:
-        text = f"-{text}"  # this time was counted twice, so it is subtracted from the total
-    return text
+    return f"{seconds:.{decimals}f}s ({share})"

@@ -31,6 +31,7 @@ START_UP: Final = tuple(
 )
 # A start-up that passed while the reads were staged. It is taken off the sum.
 OVERLAPPED: Final = "Overlapped"
+OVERLAPPED_TITLE: Final = "At the same time as other parts (counted once in the total)"
 # All that takes time. Together, less what overlapped, it is the whole time of a run.
 ROWS: Final = (
     *STAGES,

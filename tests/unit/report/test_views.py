@@ -17,8 +17,9 @@ from virnuc_core.report.sections import Table
 from virnuc_core.report.text import Mark, Number, cell, markdown_cell, number
 from virnuc_core.report.views.devices import utilisation_section, windows_section
 from virnuc_core.report.views.full_report import report_sections
-from virnuc_core.report.views.speed import scaling_rows
+from virnuc_core.report.views.speed import scaling_rows, stage_time_rows
 from virnuc_core.telemetry.starvation import Starvation, StarvationVerdict
+from virnuc_core.telemetry.tables import OVERLAPPED, OVERLAPPED_TITLE
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,17 @@ def test_the_report_has_a_table_of_windows_that_add_up_to_the_run(report: Report
     assert {"Tokens/s", "Packing", "Starved", "Lowest GPU %", "CPU %"} <= set(section.rows[0])
     assert cell(section.rows[0]["CPU %"]) == "35.0", "as the host was sampled"
     assert windows_section(telemetry.model_copy(update={"windows": ()})).is_empty
+
+
+def test_no_time_of_a_stage_is_negative(report: Report) -> None:
+    """Time that is in two rows is told as such. A minus sign before it looks like an error."""
+    run = report.runs[0]
+    stages = run.stages | {OVERLAPPED: 12.0}
+    rows = stage_time_rows([run.model_copy(update={"stages": stages})])
+    [time] = [row[run.label] for row in rows if row["Stage"] == OVERLAPPED_TITLE]
+    assert str(time).startswith("12s (")
+    for row in rows:
+        assert not str(row[run.label]).startswith("-"), row
 
 
 def test_a_stall_is_said_above_the_windows(report: Report) -> None:

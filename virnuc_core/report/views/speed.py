@@ -22,7 +22,13 @@ from virnuc_core.report.text import (
     stage_text,
     target_text,
 )
-from virnuc_core.telemetry.tables import GPU_STAGES, ROWS, STAGES
+from virnuc_core.telemetry.tables import (
+    GPU_STAGES,
+    OVERLAPPED,
+    OVERLAPPED_TITLE,
+    ROWS,
+    STAGES,
+)
 from virnuc_core.validation import OverheadFile
 
 NOT_RUN: Final[Verdict] = "not run"
@@ -174,7 +180,8 @@ def stage_time_rows(runs: Sequence[RunMetrics]) -> list[Row]:
     for stage in (*ROWS, "Total"):
         if stage not in stages:
             continue
-        row: Row = {"Stage": stage}
+        title = OVERLAPPED_TITLE if stage == OVERLAPPED else stage
+        row: Row = {"Stage": title}
         for run in runs:
             column = run.label if labels_are_unique else run.name
             row[column] = Number(stage_text(run, stage))
