@@ -8,7 +8,6 @@ Each part is looked at by itself, several at a time where there is much to read.
 piece by piece, however many there are.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,7 +46,7 @@ from virnuc_core.report.verify_runs import (
     verify_results,
     verify_run,
 )
-from virnuc_core.report.verify_store import verify_store
+from virnuc_core.report.verify_store import count_processes, verify_store
 from virnuc_core.report.verify_times import verify_times
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
@@ -99,7 +98,7 @@ def verify_report(
     runs = _runs_and_repetitions(out)
     predictions = [RunDir(out / name).predictions for name in runs]
     n_bytes = sum(path.stat().st_size for path in predictions if is_regular_file(path))
-    n_processes = len(os.sched_getaffinity(0)) if n_bytes > MIN_BYTES_FOR_PROCESSES else 1
+    n_processes = count_processes() if n_bytes > MIN_BYTES_FOR_PROCESSES else 1
     verification = Verification()
     with Workers(n_processes) as workers:
         parts = workers.map(partial(_run_check, out), checks)

@@ -26,6 +26,8 @@ from virnuc_core.system_errors import is_regular_file, path_exists
 from virnuc_core.validation import BaselineSummary, StagingTally, ValidationRecord
 
 SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
+# Each process holds about 100 MB, and more of them would save seconds only.
+MAX_PROCESSES: Final = 8
 
 
 def verify_store(verification: Verification, raw: RawFolder) -> None:
@@ -212,8 +214,13 @@ def _staging_settings(record: ValidationRecord, store: OrfStore) -> StageSpec:
         model_length=store.model_length,
         read_group=str(record.spec.get("read_group", "")),
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
-        stage_workers=len(os.sched_getaffinity(0)),
+        stage_workers=count_processes(),
     )
+
+
+def count_processes() -> int:
+    """Return how many processes share the work: one for each core, `MAX_PROCESSES` at most."""
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _are_equal(a: NDArray[np.generic], b: NDArray[np.generic]) -> bool:

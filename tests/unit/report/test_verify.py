@@ -24,6 +24,7 @@ from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify_store import MAX_PROCESSES, count_processes
 from virnuc_core.runfiles import digest
 
 from .validate_directory import Recipe, build
@@ -470,3 +471,11 @@ def test_the_processes_of_verify_do_not_load_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert output.stdout == "False\n"
+
+
+def test_a_large_machine_does_not_start_a_process_on_each_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for n_cores, n_processes in ((1, 1), (2, 2), (64, MAX_PROCESSES)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=n_cores: set(range(n)))
+        assert count_processes() == n_processes
