@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,15 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import DUPLICATE_ID
 from virnuc_core.report.compare import compare
 from virnuc_core.report.result_tables import load_results, take_results
-from virnuc_core.results import write_covered, write_covered_reads, write_results
+from virnuc_core.results import (
+    CONSENSUS_HEADER,
+    FAILED_HEADER,
+    PREDICTION_HEADER,
+    READS_HEADER,
+    write_covered,
+    write_covered_reads,
+    write_results,
+)
 from virnuc_core.rundir import RunDir
 from virnuc_core.tools.precision import write_embedded_reads
 
@@ -234,6 +243,94 @@ def test_tables_of_reads_that_contradict_the_rows_are_named(tmp_path: Path) -> N
     (b / "failed.tsv").write_text("Sequence_ID\nx_chunk_1F1\n")
     with pytest.raises(InputError, match="'x_chunk_1F1' is a row of no read"):
         compare(a, b)
+
+
+def test_tables_of_reads_are_read_in_pieces_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = run_with(tmp_path / "a", same_ids(*SCORES))
+    b = run_with(tmp_path / "b", same_ids(None, *SCORES[1:]))
+    whole_comparison = compare(a, b)
+    for n_lines in (1, 2, 3):
+        monkeypatch.setattr("virnuc_core.reads.subsets.PIECE_LINES", n_lines)
+        monkeypatch.setattr("virnuc_core.report.result_tables.BLOCK_LINES", 4 - n_lines)
+        assert compare(a, b) == whole_comparison
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("failed.tsv", "\n", "\nr_chunk_1F1\nr_chunk_1F2\n", "names more rows than reads.tsv"),
+        (
+            "prediction_results.txt",
+            "r_chunk_1F1",
+            "q_chunk_1F1",
+            "has the row 'q_chunk_1F1' where reads.tsv has the read 'r'",
+        ),
+        ("prediction_results_highestscore.csv", "r_chunk_1", "q_chunk_1", "rows are not those of"),
+        ("prediction_results_highestscore.csv", "r_chunk_1\tTrue", "", "lacks rows of reads.tsv"),
+    ],
+)
+def test_each_contradiction_between_the_tables_has_its_message(
+    tmp_path: Path, name: str, old: str, new: str, message: str
+) -> None:
+    a = run_with(tmp_path / "a", same_ids(*SCORES))
+    b = run_with(tmp_path / "b", same_ids(*SCORES))
+    text = (b / name).read_text()
+    if new:
+        changed_text = text.replace(old, new, 1)
+    else:  # the last line is lost
+        changed_text = "".join(text.splitlines(keepends=True)[:-1])
+    (b / name).write_text(changed_text)
+    with pytest.raises(InputError, match=message):
+        compare(a, b)
+
+
+def result_files_of(folder: Path, n_reads: int, *, have_one_id: bool) -> Path:
+    """Write the result files of reads with a row each, all called `r` or each by another name."""
+    folder.mkdir()
+    tables = {"reads.tsv": [READS_HEADER], "failed.tsv": [FAILED_HEADER]}
+    tables |= {"prediction_results.txt": [PREDICTION_HEADER]}
+    tables |= {"prediction_results_highestscore.csv": [CONSENSUS_HEADER]}
+    for number in range(n_reads):
+        original, unique, flags = f"r{number}", f"r{number}", ""
+        if have_one_id:
+            original = "r"
+            unique = f"r.{number + 1}" if number else "r"
+            flags = "duplicate_of=r" if number else ""
+        scores = "0.25000000000000000\t0.75000000000000000\n"
+        tables["reads.tsv"].append(f"{unique}\t300\t1\t1\tviral\t0.75\tvirus\t{flags}\n")
+        tables["prediction_results.txt"].append(f"{original}_chunk_1F1\tvirus\t{scores}")
+        tables["prediction_results_highestscore.csv"].append(f"{original}_chunk_1\tTrue\t{scores}")
+    for name, lines in tables.items():
+        (folder / name).write_text("".join(lines))
+    return folder
+
+
+def peak_bytes_of_comparison(run: Path) -> int:
+    """Return the most memory that Python and numpy had while a result was compared with itself."""
+    tracemalloc.start()
+    try:
+        compare(run, run)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("have_one_id", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_memory_of_a_comparison_grows_by_a_few_numbers_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, have_one_id: bool
+) -> None:
+    """The difference of the scores of each row is kept, because the median needs all of them.
+
+    The smaller files are already larger than the piece that pandas reads of a file at once.
+    """
+    monkeypatch.setattr("virnuc_core.reads.subsets.PIECE_LINES", 1000)
+    monkeypatch.setattr("virnuc_core.report.result_tables.BLOCK_LINES", 1000)
+    small = result_files_of(tmp_path / "small", 8_000, have_one_id=have_one_id)
+    large = result_files_of(tmp_path / "large", 16_000, have_one_id=have_one_id)
+    n_more_bytes = peak_bytes_of_comparison(large) - peak_bytes_of_comparison(small)
+    assert n_more_bytes / 8_000 < 5 * 8
 
 
 # --- Results of other programs ----------------------------------------------------------------------

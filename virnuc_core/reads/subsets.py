@@ -4,8 +4,8 @@
 """
 
 import csv
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -34,6 +34,8 @@ from virnuc_core.system_errors import read_with_retries
 _FIRST_MATE: Final = 0  # indices of MATE_SUFFIXES
 _SECOND_MATE: Final = 1
 _ORPHAN: Final = 2
+PIECE_LINES: Final = 65_536  # of a table, some 15 MB
+MISSING_SCORES: Final = {"viral_score": [""]}  # the text that stands for no score
 # What to do if a table is not as the run left it.
 WRITE_AGAIN: Final = "repeat the command of the run, which writes the file again from its shards"
 
@@ -384,14 +386,43 @@ def read_table(
         UnsafeFileError: See `read_columns`.
         UnreadableError: See `read_columns`.
     """
-    missing_scores = {"viral_score": [""]}
-    try:
+    with _refuse_other_tables(path):
         table: pd.DataFrame = read_columns(
-            path, columns, recorded=recorded, na_values=missing_scores
+            path, columns, recorded=recorded, na_values=MISSING_SCORES
         )
+    return table
+
+
+def iterate_table(
+    path: Path, columns: Mapping[str, str], *, recorded: FileDigest | None
+) -> Iterator[pd.DataFrame]:
+    """Yield columns of `reads.tsv`, `pairs.tsv` or `failed.tsv` in pieces of `PIECE_LINES` lines.
+
+    Args:
+        path: The table.
+        columns: The types of the columns, by name.
+        recorded: The digest that was recorded for the table; see `read_columns`.
+
+    Raises:
+        InputError: See `read_table`.
+        UnsafeFileError: See `read_columns`.
+        UnreadableError: See `read_columns`.
+    """
+    with _refuse_other_tables(path):
+        table = read_columns(
+            path, columns, recorded=recorded, na_values=MISSING_SCORES, chunksize=PIECE_LINES
+        )
+        with table as pieces:
+            yield from pieces
+
+
+@contextmanager
+def _refuse_other_tables(path: Path) -> Iterator[None]:
+    """Raise an `InputError` if what is done in the context shows that a file is no such table."""
+    try:
+        yield
     except ValueError as error:  # the class of pandas' own errors
         problem = str(error).splitlines()[0]
         raise InputError(
             f"not a table of reads ({problem})", file=path, hint="run predict again"
         ) from error
-    return table

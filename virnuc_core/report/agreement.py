@@ -4,7 +4,7 @@ An id that only one side has is a disagreement.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,7 +50,10 @@ class Tally:
     agreeing_of_class: Counter[str] = field(default_factory=Counter)
     differing_examples: list[str] = field(default_factory=list)
     unpaired_examples: list[str] = field(default_factory=list)
-    score_differences: list[NDArray[np.float64]] = field(default_factory=list)  # each [rows, 2]
+    # Of the joined rows with scores: the differences of `score2`, each [rows], and the largest one
+    # of `score1`, which is NaN as soon as one of them is.
+    score2_differences: list[NDArray[np.float64]] = field(default_factory=list)
+    max_score1_difference: float = 0.0
     # For each score, `score1` and `score2`: whether it passed the strict test in all rows
     are_close: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(SCORES, True))
 
@@ -65,7 +68,10 @@ class Tally:
             agreeing_of_class=_add_counts(self.agreeing_of_class, other.agreeing_of_class),
             differing_examples=self.differing_examples + other.differing_examples,
             unpaired_examples=self.unpaired_examples + other.unpaired_examples,
-            score_differences=self.score_differences + other.score_differences,
+            score2_differences=self.score2_differences + other.score2_differences,
+            max_score1_difference=float(
+                np.maximum(self.max_score1_difference, other.max_score1_difference)
+            ),
             are_close={name: self.are_close[name] and other.are_close[name] for name in SCORES},
         )
 
@@ -95,9 +101,8 @@ def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
     for name, count in tally.ids_of_class.items():
         classes[name] = ClassAgreement(ids=count, agreeing=tally.agreeing_of_class[name])
     score = None
-    if tally.score_differences:
-        differences = np.concatenate(tally.score_differences)
-        score = _score_difference(differences, tolerance, tally.are_close)
+    if tally.score2_differences:
+        score = _score_difference(tally, tolerance)
     examples = [*tally.differing_examples, *tally.unpaired_examples][:MAX_EXAMPLES]
     # An id may have bytes that are not UTF-8. They are held as surrogates, which JSON cannot have.
     printable_examples = [text.encode("utf-8", "replace").decode() for text in examples]
@@ -203,7 +208,10 @@ def count_pair(joined: JoinedRows) -> Tally:
     if len(joined.a) and "score2" in joined.a and "score2" in joined.b:
         scores_a = joined.a[SCORES].to_numpy()
         scores_b = joined.b[SCORES].to_numpy()
-        tally.score_differences.append(np.abs(scores_a - scores_b))
+        differences = np.abs(scores_a - scores_b)
+        # A copy, so that the differences of `score1` do not stay in memory with them.
+        tally.score2_differences.append(differences[:, 1].copy())
+        tally.max_score1_difference = float(differences[:, 0].max())
         for column, name in enumerate(SCORES):
             tally.are_close[name] = np.allclose(
                 scores_a[:, column],
@@ -230,34 +238,38 @@ def _unpaired_examples(joined: JoinedRows) -> list[str]:
     return in_a + in_b
 
 
-def _score_difference(
-    differences: NDArray[np.float64], tolerance: float, are_close: Mapping[str, bool]
-) -> ScoreDifference | None:
+def _score_difference(tally: Tally, tolerance: float) -> ScoreDifference | None:
     """Return statistics of the differences of `score2`, and the largest difference of each score.
 
+    Beside the differences, this needs memory for a copy of those of `score2`, 8 bytes a row.
+
     Args:
-        differences: Absolute differences of both scores [rows, 2].
+        tally: The differences of all rows.
         tolerance: Differences up to this number count as within tolerance.
-        are_close: For each score: it passed the strict test (`numpy.allclose`) in all rows.
 
     Returns:
         The statistics, or None if any score is NaN.
     """
-    if np.isnan(differences).any():
+    differences = np.concatenate(tally.score2_differences)  # of the score for virus
+    largest = differences.max()
+    if np.isnan(largest) or np.isnan(tally.max_score1_difference):
         return None
-    virus_differences = differences[:, 1]  # `score2` is the score for virus
+    n_within_tolerance = np.count_nonzero(differences <= tolerance)
+    mean = differences.mean()  # before the next two lines, which change the order of the rows
+    median = np.median(differences, overwrite_input=True)
+    p99 = np.percentile(differences, 99, overwrite_input=True)
     return ScoreDifference(
-        n=len(virus_differences),
-        mean=virus_differences.mean(),
-        median=np.median(virus_differences),
-        p99=np.percentile(virus_differences, 99),
-        max=virus_differences.max(),
-        share_within_tolerance=(virus_differences <= tolerance).mean(),
-        allclose=all(are_close.values()),
-        max_diff_score1=differences[:, 0].max(),
-        max_diff_score2=virus_differences.max(),
-        score1_match=are_close["score1"],
-        score2_match=are_close["score2"],
+        n=len(differences),
+        mean=mean,
+        median=median,
+        p99=p99,
+        max=largest,
+        share_within_tolerance=n_within_tolerance / len(differences),
+        allclose=all(tally.are_close.values()),
+        max_diff_score1=tally.max_score1_difference,
+        max_diff_score2=largest,
+        score1_match=tally.are_close["score1"],
+        score2_match=tally.are_close["score2"],
     )
 
 

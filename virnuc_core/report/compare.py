@@ -15,7 +15,7 @@ import pandas as pd
 
 from virnuc_core.checked_files import has_own_digest
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.reads.subsets import read_table
+from virnuc_core.reads.subsets import iterate_table
 from virnuc_core.report.agreement import RowPair, agreement
 from virnuc_core.report.cosines import cosines
 from virnuc_core.report.model import BASELINE
@@ -28,7 +28,7 @@ from virnuc_core.report.result_tables import (
     iterate_results,
     result_files,
 )
-from virnuc_core.report.row_names import RowNames, rename_rows, unique_names
+from virnuc_core.report.row_names import RowNames, find_row_names, rename_rows
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import (
     MODEL_LENGTH,
@@ -195,15 +195,15 @@ def compare(
     if not subset_of_a:
         _require_all_reads(a.name, run_a, b.name)
 
-    names_a: dict[Part, RowNames] = {}
-    names_b: dict[Part, RowNames] = {}
+    names_a = None
+    names_b = None
     # Reads of one id are numbered by their order, so their unique ids mean the same on both sides
     # only if both were made from the same reads.
     has_other_reads = "reads" in find_mismatches(identity(record_a), identity(record_b))
     by_unique_ids = _has_whole_tables(a) and _has_whole_tables(b) and not has_other_reads
     if by_unique_ids:
-        names_a = unique_names(run_a)
-        names_b = unique_names(run_b)
+        names_a = find_row_names(run_a)
+        names_b = find_row_names(run_b)
     subset = None
     if subset_of_a:
         subset = _reads_of_side(run_a, files_a, by_unique_ids=by_unique_ids)
@@ -314,7 +314,8 @@ def _reads_of_side(run: RunDir, files: dict[Part, Path], *, by_unique_ids: bool)
     reads: set[str] = set()
     if regular_file_exists(run.reads_table):
         recorded = listed_digest(run.reads_table)
-        reads.update(read_table(run.reads_table, {"id": "str"}, recorded=recorded)["id"])
+        for rows in iterate_table(run.reads_table, {"id": "str"}, recorded=recorded):
+            reads.update(rows["id"])
     if by_unique_ids:
         return reads
     first_file = next(iter(files.values()))
@@ -331,7 +332,7 @@ def _read_ids(rows: pd.DataFrame) -> "pd.Series[str]":
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
-def _rows_of(files: dict[Part, Path], part: Part, names: dict[Part, RowNames]) -> Tables | None:
+def _rows_of(files: dict[Part, Path], part: Part, names: RowNames | None) -> Tables | None:
     """Return an iterator over the rows of a result, or None if the result has no such rows.
 
     If there is no file with the consensus of the chunks, it is computed from the frames.
@@ -339,12 +340,12 @@ def _rows_of(files: dict[Part, Path], part: Part, names: dict[Part, RowNames]) -
     Args:
         files: The files of the result.
         part: `frames` or `consensus`.
-        names: The unique names of its rows. Empty if the ids in the files are used.
+        names: How its rows are named. None if the ids in the files are used.
     """
     if part in files:
         rows = iterate_results(files[part])
-        if part in names:
-            return rename_rows(rows, names[part], files[part])
+        if names is not None:
+            return rename_rows(rows, part, names)
         return rows
     frames = _rows_of(files, "frames", names) if "frames" in files else None
     if frames is not None:
