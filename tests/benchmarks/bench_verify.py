@@ -4,8 +4,8 @@
     python -m tests.benchmarks.bench_verify --reads 2000     # a smoke test
 
 Makes a validation of each size first, in a temporary folder (see tests/large_validation.py), then verifies it in a
-process of its own. Prints a line for each size. The memory is the largest sum of what the process and its children
-had for themselves; files that are mapped are not counted.
+process of its own. Prints a line for each size. The memory is the largest sum of the anonymous pages of the process and
+its children. Pages of mapped files do not count, because the system takes them back when it needs memory.
 """
 
 from __future__ import annotations
@@ -45,13 +45,22 @@ def verify(out: Path) -> tuple[float, int]:
     with subprocess.Popen(words, cwd=ROOT) as process:
         parent = psutil.Process(process.pid)
         while process.poll() is None:
-            with suppress(psutil.Error):  # a process may have ended since it was listed
+            with suppress(psutil.Error, OSError):  # a process may have ended since it was listed
                 family = [parent, *parent.children(recursive=True)]
-                peak = max(peak, sum(member.memory_full_info().uss for member in family))
+                peak = max(peak, sum(anonymous_bytes(member.pid) for member in family))
             time.sleep(SAMPLE_S)
     if process.returncode:
         raise SystemExit(f"the validation in {out} is not as reported")
     return time.perf_counter() - started_s, peak
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the bytes of a process that belong to no file; 0 if it has just ended."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "RssAnon":
+            return int(value.split()[0]) * 1024
+    return 0
 
 
 if __name__ == "__main__":
