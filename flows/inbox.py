@@ -11,12 +11,14 @@ from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
-from virnuc.tasks.artifacts import artifact_key, publish_table
+from virnuc.tasks.artifacts import artifact_key, publish_table, table_cell
 from virnuc.tasks.events import emit
 from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.result_links import result_address, with_links
 from virnuc.tasks.running_mark import add_tags, announce
 from virnuc_core.engine.pool import Pool
 from virnuc_core.inbox import Ledger, Row, RowFate
+from virnuc_core.markdown import Markdown
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.runfiles import RunSummary
 
@@ -120,8 +122,13 @@ def _publish_rows(settings: InboxSettings, rows: Sequence[Row]) -> None:
     """Show the files of the inbox, with their fates, as a table in the UI."""
     shown_rows = []
     for row in rows:
-        shown_rows.append({name: getattr(row, name) for name in SHOWN_COLUMNS})
-    publish_table(f"inbox-{settings.inbox.name}", shown_rows, f"Files of {settings.inbox}")
+        cells = {name: getattr(row, name) for name in SHOWN_COLUMNS}
+        address = result_address(settings.out / row.run) if row.run else None
+        if address is not None:
+            cells["run"] = Markdown(f"[{table_cell(row.run)}]({address})")
+        shown_rows.append(cells)
+    description = with_links(f"Files of {settings.inbox}.", result=settings.out, kind="Results")
+    publish_table(f"inbox-{settings.inbox.name}", shown_rows, description)
 
 
 def _describe_counts(counts: Counter[RowFate]) -> str:

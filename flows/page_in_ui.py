@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
+from virnuc.tasks.result_links import RUN_PAGE, run_page
+
 DEFAULT_UI: Final = "http://127.0.0.1:4200"  # where `prefect server start` serves the UI
 
 
@@ -16,15 +18,14 @@ def page_in_ui(flow_run_id: UUID) -> str:
     Args:
         flow_run_id: The run at its server.
     """
-    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
+    from prefect.settings import PREFECT_HOME
 
     from virnuc.tasks.server_connection import connection
 
-    page = f"/runs/flow-run/{flow_run_id}"
     if connection.embedded is None:
-        return f"{PREFECT_UI_URL.value()}{page}"
+        return run_page(flow_run_id)
     home = PREFECT_HOME.value()
     start = "prefect server start"
     if home != Path.home() / ".prefect":
         start = f"PREFECT_HOME={home} {start}"
-    return f"{start}, then {DEFAULT_UI}{page}"
+    return f"{start}, then {DEFAULT_UI}{RUN_PAGE}{flow_run_id}"

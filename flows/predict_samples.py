@@ -13,6 +13,7 @@ from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import progress_artifact, publish_table
 from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.result_links import with_links
 from virnuc.tasks.running_mark import add_tags, announce
 from virnuc.tasks.server_use import without_server
 from virnuc_core.engine.pool import Pool
@@ -102,7 +103,11 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     publish_table(
         f"samples-{label}",
         [row.model_dump() for row in table.rows.values()],
-        f"Samples of {label}: {answer.message}. {' '.join(answer.remarks)} Table: {table.path}",
+        with_links(
+            f"Samples of {label}: {answer.message}. {' '.join(answer.remarks)}",
+            result=table.path,
+            kind="Table",
+        ),
     )
     if table.errors:
         raise _error_of_samples(table)

@@ -7,6 +7,7 @@ from virnuc.flows.settings.shared import RunSettings
 from virnuc.tasks.artifacts import publish_markdown, publish_table
 from virnuc.tasks.drawing import draw_subset, simulate_reads
 from virnuc.tasks.events import emit
+from virnuc.tasks.result_links import with_links
 from virnuc.tasks.run_tables import fate_rows
 from virnuc.tasks.staging import stage
 from virnuc_core.config import INPUT_FIELDS, ReadsSpec
@@ -90,11 +91,12 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
     publish_markdown(
         f"summary-{label}",
         text_page.read_text(encoding="utf-8"),
-        f"Summary of {label}: {page}",
+        with_links(f"Summary of {label}.", result=page, kind="Page"),
         text_page,
     )
     answer = summary.answer
-    description = f"{label}: {answer.message}. {' '.join(answer.remarks)} Results: {run.root}"
+    text = f"{label}: {answer.message}. {' '.join(answer.remarks)}"
+    description = with_links(text, result=run.root, kind="Results")
     publish_table(f"reads-{label}", fate_rows(summary, staging.tally), description)
     payload = {
         "reads": summary.n_reads,

@@ -1,5 +1,6 @@
 """The step that judges a validation and writes its report; and how the report appears in the UI."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +15,9 @@ from virnuc.tasks.artifacts import (
 )
 from virnuc.tasks.events import emit
 from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.result_links import with_links
 from virnuc.tasks.task import retrying_task
-from virnuc_core.markdown import Markdown
+from virnuc_core.markdown import Markdown, code_span
 from virnuc_core.profiles import Profile
 from virnuc_core.report import messages
 from virnuc_core.report.build import write_report
@@ -81,7 +83,7 @@ def publish_report(report: Report, out: Path, label: str) -> None:
         label: The name of the sample.
     """
     profile_name = report.profile.name
-    _publish_verdicts(report, label)
+    _publish_verdicts(report, out, label)
     if report.accounting is not None:
         publish_table(
             f"reads-{profile_name}",
@@ -161,11 +163,16 @@ def _emit_criterion(criterion: Criterion, facts: dict[str, str]) -> None:
     )
 
 
-def _publish_verdicts(report: Report, label: str) -> None:
-    """Show the table of criteria."""
+def _publish_verdicts(report: Report, out: Path, label: str) -> None:
+    """Show the table of criteria, and say where the whole report is."""
     name = report.profile.name
     summary = table_cell(messages.criteria_message(report))
-    description = Markdown(f"**{summary}** — {table_cell(label)}, {table_cell(name)}")
+    text = Markdown(f"**{summary}** — {table_cell(label)}, {table_cell(name)}.")
+    page = RunDir(out).report / "report.html"
+    description = Markdown(
+        f"{with_links(text, result=page, kind='Report')} · On the worker's machine "
+        f"{code_span(f'virnuc report {shlex.quote(str(out.absolute()))} --serve')} shows it."
+    )
     publish_table(
         host_key(f"criteria-{name}"), with_verdict_marks(criteria_section(report).rows), description
     )

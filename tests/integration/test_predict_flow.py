@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_UI_URL
 
 from tests.columns import documented
 from virnuc.flows.inbox import NOTHING_NEW
 from virnuc.flows.prefect_flows.inbox import predict_inbox
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc.tasks.artifacts import host_key
+from virnuc.tasks.result_links import RESULTS_URL
 from virnuc_core.answer import RANDOM_NOTE, RANDOM_WEIGHTS
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.inbox import Ledger
@@ -33,8 +35,11 @@ from .flow_runs import RESULTS, message, run_of, task_runs
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 
 
-def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, models: Path) -> None:
+def test_predict_writes_its_files_and_says_so(
+    tmp_path: Path, reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out_dir = tmp_path / "run"
+    monkeypatch.setenv(RESULTS_URL, f"{tmp_path}=https://files.example.org")
     arguments = {
         "reads": [str(reads)],
         "out": out_dir,
@@ -70,6 +75,12 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     table = Artifact.get("reads-few")
     assert table is not None
     assert RANDOM_NOTE in str(table.description)
+    assert f"[few · cpu:1]({PREFECT_UI_URL.value()}/runs/flow-run/{run_of(state)})" in str(
+        table.description
+    )
+    summary_text = Artifact.get("summary-few")
+    assert summary_text is not None
+    assert "(https://files.example.org/run/summary.html)" in str(summary_text.description)
     assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(run_of(state))
