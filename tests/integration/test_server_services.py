@@ -20,10 +20,12 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
+
+from virnuc.flows.prefect_flows.inbox import predict_inbox
+from virnuc.tasks.events import emit
 
 from .processes import PREFECT, ROOT, wait_for
 
@@ -44,15 +46,14 @@ def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
 
 
 @pytest.fixture
-def webhook() -> Iterator[tuple[str, list[str]]]:
-    """Address of a server that keeps what is sent to it."""
-    subjects: list[str] = []
+def webhook() -> Iterator[tuple[str, dict[str, str]]]:
+    """Address of a server that keeps what is sent to it: the bodies of messages by their subjects."""
+    body_of_subject: dict[str, str] = {}
 
     class Kept(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            subjects.append(
-                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["subject"]
-            )
+            message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body_of_subject[message["subject"]] = message["body"]
             self.send_response(200)
             self.end_headers()
 
@@ -61,7 +62,7 @@ def webhook() -> Iterator[tuple[str, list[str]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Kept) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_port}", subjects
+        yield f"http://127.0.0.1:{listening.server_port}", body_of_subject
         listening.shutdown()
 
 
@@ -80,16 +81,22 @@ def deployment(client: SyncPrefectClient, name: str, *, every: timedelta | None 
     )
 
 
-def send(event: str, resource: str, **payload: str) -> None:
-    """An event as ours are, straight to the server."""
-    related = {"prefect.resource.id": resource, "prefect.resource.name": resource}
-    emit_event(event=event, resource=related, payload=payload)
+def fail_in_an_inbox(folder: Path, models: Path) -> None:
+    """Run the flow of an inbox, one of whose files contains no reads."""
+    inbox = folder / "inbox"
+    inbox.mkdir()
+    (inbox / "lung.fastq").write_text("nothing of a sequencer\n")
+    predict_inbox(inbox=inbox, out=folder / "out", models=models, devices="cpu:1", settle_s=0)
 
 
 def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
-    client: SyncPrefectClient, server: dict[str, str], webhook: tuple[str, list[str]]
+    client: SyncPrefectClient,
+    server: dict[str, str],
+    webhook: tuple[str, dict[str, str]],
+    tmp_path: Path,
+    models: Path,
 ) -> None:
-    url, subjects = webhook
+    url, body_of_subject = webhook
     message = {"subject": "{{subject}}", "body": "{{body}}"}
     block = CustomWebhookNotificationBlock(name="oncall", url=url, method="POST", json_data=message)
     block.save("oncall", overwrite=True)
@@ -130,20 +137,24 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
     )
     client.set_flow_run_state(crashed_run.id, Running(), force=True)
     client.set_flow_run_state(crashed_run.id, Crashed(message="no word"), force=True)
-    send("virnuc.criterion.fail", "virnuc.criterion.speedup", value="3x", target="4x", report="r")
-    send("virnuc.regression.fail", "virnuc.regression.ci", reason="12 % worse", report="r")
-    send("virnuc.inbox.failed", "virnuc.inbox.lung.fastq", reason="not a read file")
-    expected_texts = (
-        "not met",
-        "slower than before",
-        "went-down crashed",
-        "nobody-came is late",
-        "lung.fastq failed",
-    )
+    facts = {"profile": "ci", "report": "/srv/report"}
+    judged = {"value": 3.0, "target": ">= 4 x", **facts}
+    emit("criterion.fail", "criterion.speedup", "Speedup", judged)
+    emit("regression.fail", "regression.ci", "CI", {"reason": "12 % worse.", **facts})
+    fail_in_an_inbox(tmp_path, models)
+    expected_texts = {
+        "virnuc: Speedup not met": "3.0 instead of ›= 4 x (profile ci). Report: /srv/report",
+        "virnuc: slower than before (CI)": "Reason: 12 % worse. Report: /srv/report",
+        "virnuc: went-down crashed": "Prefect says: no word",
+        "virnuc: nobody-came is late": "Is a worker of its pool running?",
+        "virnuc: lung.fastq failed": "neither FASTA nor FASTQ",
+    }
     wait_for(
-        lambda: all(any(word in s for s in subjects) for word in expected_texts),
-        f"all of {expected_texts}; {subjects} came",
+        lambda: expected_texts.keys() <= body_of_subject.keys(),
+        f"all of {[*expected_texts]}; {body_of_subject} came",
     )
+    for subject, text in expected_texts.items():
+        assert text in body_of_subject[subject]
     assert not client.read_deployment(late).paused
 
 
