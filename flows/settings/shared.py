@@ -200,9 +200,9 @@ class RunSettings(ReadsSpec, FlowSettings):
 
     form_descriptions: ClassVar[Mapping[str, str]] = {
         "reads": "Files or folders of reads, as the worker's machine sees them, one for each item: "
-        "FASTA, FASTQ or BAM, plain or compressed. In a folder, mates are found by the names of "
-        "their files. Mates that you name one by one belong in mates_1 and mates_2. Addresses "
-        "(https://…) and ncbi:ACCESSIONS work, too.",
+        "FASTA, FASTQ or BAM, plain or compressed. Files that are mates by their names are taken "
+        "together; mates with other names belong in mates_1 and mates_2. Addresses (https://…) "
+        "and ncbi:ACCESSIONS work, too.",
     }
 
     force: bool = Field(

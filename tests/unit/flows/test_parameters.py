@@ -110,7 +110,7 @@ def test_a_form_asks_first_for_what_every_run_needs(module: ModuleType) -> None:
 def test_a_form_explains_reads_samples_and_out() -> None:
     properties = parameter_schema(predict).properties
     assert "as the worker's machine sees them" in properties["reads"]["description"]
-    assert "belong in mates_1 and mates_2" in properties["reads"]["description"]
+    assert "other names belong in mates_1 and mates_2" in properties["reads"]["description"]
     assert "Leave it empty if you name a sample sheet" in properties["reads"]["description"]
     assert "columns sample, fastq_1 and fastq_2" in properties["samples"]["description"]
     assert "a folder of its own" in properties["out"]["description"]
