@@ -1,7 +1,8 @@
 """The Prefect UI in a real browser: a form started, a verdict read, a run approved, a run cancelled.
 
 Screenshots are kept in `screenshots/`; look at them when something about the UI was changed. With
-VIRNUC_PICTURES=docs/pictures those of the documentation are drawn anew.
+VIRNUC_PICTURES=docs/pictures those of the documentation are drawn anew. VIRNUC_PICTURES_OUT, a new
+folder such as /srv/virnuc/results/lung, then takes the results, because the pictures show its path.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 SHOTS = ROOT / "screenshots"
 PICTURES = {
-    "1-form-refused": "form",
+    "0-deployments": "deployments",
+    "0-form-of-predict": "form",
+    "1-form-refused": "refused",
     "3-approval-form": "approval",
     "4-completed": "run",
     "6-criteria": "criteria",
@@ -142,7 +145,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         background("server", "start", "--port", str(port))
         wait_until(healthy, 180)
         subprocess.run(
-            ["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True
+            ["make", "deploy", "MODELS=/srv/virnuc/models"],
+            env=environment,
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
         )
         yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
     finally:
@@ -220,6 +227,22 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")
+    deployment = parameters["virnuc.flows.prefect_flows.predict.predict"]
+    page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
+    page.get_by_text("Sample sheet, for several samples").first.wait_for()
+    shot(page, "0-form-of-predict")
+
+
+def test_the_deployments_of_the_daily_work_are_listed_before_the_tools(
+    server: Server, page: Any
+) -> None:
+    page.goto(f"{server.url}/deployments")
+    page.get_by_text("workbench-tune").first.wait_for()
+    text = page.inner_text("body")
+    # Below each name stands that of its flow, which may be part of another name.
+    daily_names = ("inbox", "nightly-gpu", "predict", "scale", "train", "validate")
+    assert max(text.rindex(name) for name in daily_names) < text.index("workbench-")
+    shot(page, "0-deployments")
 
 
 def look_at_artifacts(server: Server, page: Any) -> None:
@@ -252,7 +275,8 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.goto(f"{server.url}/deployments/deployment/{deployment}/run")
     field(page, "Files or folders of reads").get_by_role("button", name="Add item").click()
     fill(page, "Files or folders of reads", str(reads))
-    fill(page, "directory of the runs", str(tmp_path / "out"))
+    out_dir = os.environ.get("VIRNUC_PICTURES_OUT", str(tmp_path / "out"))
+    fill(page, "directory of the runs", out_dir)
     fill(page, "Folder of the models", str(models))
     fill(page, "sizes and thresholds", "ci-smoke")
     fill(page, "cuda:0,cuda:1", "gpu9")
