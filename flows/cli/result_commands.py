@@ -15,6 +15,7 @@ from virnuc.flows.cli.options import Flag, Json, Out, command
 from virnuc.flows.cli.output import say
 from virnuc_core.answer import answer_of
 from virnuc_core.config import VerdictSpec
+from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, run_lock
 
 if TYPE_CHECKING:
@@ -167,10 +168,12 @@ def export(
     framed_only: Flag = False,
     force: Flag = False,
 ) -> None:
-    """Write a finished run for other tools: MultiQC, readers of Kraken's tables, and contigs.
+    """Write finished results for other tools: MultiQC, readers of Kraken's tables, and contigs.
+
+    Of a folder with several samples, one page and one set for MultiQC are over all of them.
 
     Args:
-        run: run directory
+        run: run directory, or the folder of a prediction of several samples
         out: where to (default: RUN/export)
         sample: its name in all files (default: the run's)
         framed_only: contigs.tsv: weigh chunks as if those without an open frame did not exist
@@ -178,19 +181,24 @@ def export(
     """
     from virnuc_core.report.exports import OWN_FOLDER
     from virnuc_core.report.exports import export as write_exports
+    from virnuc_core.report.sample_exports import export_samples, is_folder_of_samples
     from virnuc_core.runfiles import read_record
 
-    run_dir = RunDir(run)
-    sample_name = sample
-    if not sample_name:
-        recorded_name = read_record(run_dir).spec.get("sample")
-        sample_name = str(recorded_name or run.resolve().name)
-    if out is None:
-        # All files in this folder are ours, so they may be replaced without `--force`.
-        paths = write_exports(
-            run_dir, run / OWN_FOLDER, sample_name, force=True, framed_only=framed_only
-        )
+    # All files in our own folder are ours, so they may be replaced without `--force`.
+    may_replace = force or out is None
+    target = run / OWN_FOLDER if out is None else out
+    if is_folder_of_samples(run):
+        if sample:
+            raise ConfigError(f"{run}: holds several samples; --sample names the sample of one run")
+        paths = export_samples(run, target, force=may_replace, framed_only=framed_only)
     else:
-        paths = write_exports(run_dir, out, sample_name, force=force, framed_only=framed_only)
+        run_dir = RunDir(run)
+        sample_name = sample
+        if not sample_name:
+            recorded_name = read_record(run_dir).spec.get("sample")
+            sample_name = str(recorded_name or run.resolve().name)
+        paths = write_exports(
+            run_dir, target, sample_name, force=may_replace, framed_only=framed_only
+        )
     for path in paths:
         print(path)

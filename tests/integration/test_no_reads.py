@@ -69,7 +69,7 @@ def test_an_input_without_reads_gives_tables_without_lines(
     assert run_virnuc("export", out) == 0
     general = json.loads((out / "export" / "virnuc_general_mqc.json").read_text())
     [sample] = general["data"].values()
-    assert (sample["reads"], sample["viral"], sample["viral_percent"]) == (0, 0, 0)
+    assert (sample["reads"], sample["viral_reads"], sample["viral_percent"]) == (0, 0, 0)
 
 
 def test_a_negative_control_among_samples_is_a_row(

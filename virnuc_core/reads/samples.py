@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from virnuc_core.config import ReadsSpec, SamplesSpec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, UnsafeFileError
 from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.file_names import ENDINGS, group_samples
 from virnuc_core.reads.mate_files import detect_pairs
@@ -24,8 +24,9 @@ from virnuc_core.reads.sources import (
 from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.safe_files import read_file
 from virnuc_core.sample_familiarity import UNKNOWN_DOMAIN, SampleFamiliarity
-from virnuc_core.spreadsheets import escape_formula
+from virnuc_core.spreadsheets import escape_formula, restore_formula
 
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
 NO_READS_NOTE: Final = "holds no reads"
@@ -140,6 +141,29 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
             cells.append(text)
         lines.append("\t".join(cells))
     write_text_atomically(path, "".join(line + "\n" for line in lines))
+
+
+def read_samples(path: Path) -> list[SampleRow]:
+    """Read `samples.tsv`, see `write_samples`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: It is missing, or not a table of samples.
+    """
+    try:
+        header, *lines = read_file(path).decode().splitlines()
+        rows = []
+        for line in lines:
+            cells = dict(zip(header.split("\t"), line.split("\t"), strict=True))
+            values = {name: restore_formula(cell) for name, cell in cells.items() if cell}
+            rows.append(SampleRow.model_validate(values, strict=False))
+    except (OSError, ValueError, UnsafeFileError) as error:
+        raise InputError(
+            "is no table of samples", file=path, hint="repeat the prediction, which writes it"
+        ) from error
+    return rows
 
 
 def reads_by_sample(spec: SamplesSpec) -> dict[str, ReadsSpec]:

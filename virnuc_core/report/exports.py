@@ -85,14 +85,10 @@ def export(
         InputError: The run's store cannot be read, or its tables are not of the same reads.
         ShardError: The run's shards cannot be read.
     """
-    summary = read_summary(run, set_aside=False)
-    if summary is None or not path_exists(run.reads_table):
-        raise ConfigError(f"{run.root}: holds no complete run; finish it first")
-    if summary.pairs and not path_exists(run.pairs_table):
-        raise ConfigError(f"{run.pairs_table}: is missing; {WRITE_AGAIN}")
-    tables = _result_tables(run, summary)
+    summary = require_complete(run)
+    tables = result_tables(run, summary)
     tables.require_intact()  # nothing is written if a table is not as the run left it
-    sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
+    sections = multiqc_sections(unit_of(summary))
     name = export_name(sample)
     files = _export_files(out, name, sections)
     for warning in name_warnings(sample, samples_beside(run.root, out, sample)):
@@ -104,32 +100,79 @@ def export(
     if is_own_folder and is_real_folder(out):
         _remove_former_names(out, files)
 
+    counts = write_kraken_tables(run, tables, files.kraken_reads, files.kraken_report)
+    data = multiqc_data(summary, counts)
+    for section_name, section in sections.items():
+        content = section | {"data": {name: data[section_name]}}
+        write_text_atomically(files.multiqc[section_name], json.dumps(content, indent=1) + "\n")
+    write_contigs(run, files.contigs, threshold_of(summary), framed_only=framed_only)
+    return files.all
+
+
+def require_complete(run: RunDir) -> RunSummary:
+    """Return the summary of a run, or raise an error if the run is not complete.
+
+    Args:
+        run: The run directory.
+
+    Raises:
+        ConfigError: The run is not complete, or a table of it is missing.
+    """
+    summary = read_summary(run, set_aside=False)
+    if summary is None or not path_exists(run.reads_table):
+        raise ConfigError(f"{run.root}: holds no complete run; finish it first")
+    if summary.pairs and not path_exists(run.pairs_table):
+        raise ConfigError(f"{run.pairs_table}: is missing; {WRITE_AGAIN}")
+    return summary
+
+
+def threshold_of(summary: RunSummary) -> float:
+    """Return the score from which a read of a run is a virus."""
+    return DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
+
+
+def write_kraken_tables(
+    run: RunDir, tables: ResultTables, kraken_reads: Path, kraken_report: Path
+) -> FragmentCounts:
+    """Write Kraken's two tables of a run, and log what tools cannot do with its ids.
+
+    Args:
+        run: The run directory.
+        tables: The results of the run.
+        kraken_reads: The table of reads to write.
+        kraken_report: The table of taxa to write.
+
+    Returns:
+        The counts of fragments.
+
+    Raises:
+        InputError: See `write_kraken_reads`.
+    """
     record = read_record(run)
     id_problem = find_id_problem(record)
     if id_problem:
         log.warning("%s", id_problem)
-    counts = write_kraken_reads(files.kraken_reads, tables, record)
-    write_kraken_report(files.kraken_report, counts)
+    counts = write_kraken_reads(kraken_reads, tables, record)
+    write_kraken_report(kraken_report, counts)
     if counts.num_orphans:
         log.warning(
             "%s: %d reads without a mate have ids that end in %s, so that tools which extract "
             "reads by id leave them out and keep both files in step; predict --write-viral writes "
             "the viral ones",
-            files.kraken_reads,
+            kraken_reads,
             counts.num_orphans,
             ORPHAN_END,
         )
-    data = _multiqc_data(summary, counts)
-    for section_name, section in sections.items():
-        content = section | {"data": {name: data[section_name]}}
-        write_text_atomically(files.multiqc[section_name], json.dumps(content, indent=1) + "\n")
-    threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
-    write_contigs(run, files.contigs, threshold, framed_only=framed_only)
-    return files.all
+    return counts
 
 
-def _result_tables(run: RunDir, summary: RunSummary) -> ResultTables:
-    """Return the tables of a run's reads and pairs, with their recorded digests."""
+def result_tables(run: RunDir, summary: RunSummary) -> ResultTables:
+    """Return the tables of a run's reads and pairs, with their recorded digests.
+
+    Args:
+        run: The run directory.
+        summary: The summary of the run.
+    """
     reads_digest = _recorded_digest(run.reads_table, summary)
     if not summary.pairs:
         return ResultTables(run.reads_table, reads_digest)
@@ -209,19 +252,47 @@ def _remove_former_names(folder: Path, files: ExportFiles) -> None:
 # --- MultiQC --------------------------------------------------------------------------------------
 
 
-def _multiqc_data(summary: RunSummary, counts: FragmentCounts) -> dict[str, Mapping[Any, float]]:
-    """Return the data of each of MultiQC's sections, by its name."""
-    num_reads = sum(summary.fates.values())
-    num_viral = summary.fates.get("viral", 0)
-    num_scored = int(counts.reads_by_score.sum())
+def multiqc_data(summary: RunSummary, counts: FragmentCounts) -> dict[str, Mapping[Any, float]]:
+    """Return the data of each of MultiQC's sections, by its name.
+
+    Of a run of pairs, everything counts fragments: pairs, and reads without a mate.
+
+    Args:
+        summary: The summary of the run.
+        counts: What was counted for Kraken's tables.
+    """
+    fates = summary.pairs or summary.fates
+    unit = unit_of(summary)
+    total = sum(fates.values())
+    num_viral = fates.get("viral", 0)
+    num_scored = int(counts.by_score.sum())
     general = {
-        "viral": num_viral,
-        "reads": num_reads,
-        "viral_percent": 100 * num_viral / max(num_reads, 1),
-        "scored_percent": 100 * num_scored / max(num_reads, 1),
+        f"viral_{unit}": num_viral,
+        unit: total,
+        "viral_percent": 100 * num_viral / max(total, 1),
+        "scored_percent": 100 * num_scored / max(total, 1),
     }
-    reads_by_score = {}
-    for place, count in enumerate(counts.reads_by_score.tolist()):
+    by_score = {}
+    for place, count in enumerate(counts.by_score.tolist()):
         middle_of_bin = (place + 0.5) / SCORE_BINS
-        reads_by_score[middle_of_bin] = count
-    return {"general": general, "fates": summary.fates, "scores": reads_by_score}
+        by_score[middle_of_bin] = count
+    return {"general": general, "fates": fates, "scores": by_score}
+
+
+def multiqc_sections(unit: str) -> dict[str, dict[str, Any]]:
+    """Return MultiQC's sections without data, by their names.
+
+    Runs of pairs have sections and columns of their own, so that MultiQC never shows reads of one
+    sample beside fragments of another one.
+
+    Args:
+        unit: What is counted, see `unit_of`.
+    """
+    template = MULTIQC_SECTIONS.read_text(encoding="utf-8")
+    sections: dict[str, dict[str, Any]] = json.loads(template.replace("UNIT", unit))
+    return sections
+
+
+def unit_of(summary: RunSummary) -> str:
+    """Return what is counted: reads, or fragments if the run has pairs."""
+    return "fragments" if summary.pairs else "reads"

@@ -31,7 +31,7 @@ SCORE_BINS: Final = 50  # of the histogram of scores
 PIECE_FRAGMENTS: Final = 65_536  # fragments that are held in memory together
 ORPHAN_END: Final = ":orphan"  # of the id of a read in a file of pairs whose mate is missing
 _READ_COLUMNS: Final = ("id", "length", "open_frames", "fate", "viral_score", "flags")
-_PAIR_COLUMNS: Final = ("id", "mate", "fate")
+_PAIR_COLUMNS: Final = ("id", "mate", "fate", "viral_score")
 _MATE_ENDS: Final = tuple(end.decode() for end in MATE_ENDS)
 _DUPLICATE_FLAG: Final = "duplicate_of="  # the last flag of a read with the id of an earlier one
 
@@ -44,15 +44,13 @@ class FragmentCounts:
         num_fragments: The fragments: pairs of mates, and reads without a mate.
         num_viral: Those of them that are viral.
         num_orphans: The reads of files of pairs whose mates are missing.
-        reads_by_score: The number of reads by viral score, in `SCORE_BINS` equal bins from 0 to 1.
+        by_score: The number of fragments by viral score, in `SCORE_BINS` equal bins from 0 to 1.
     """
 
     num_fragments: int = 0
     num_viral: int = 0
     num_orphans: int = 0
-    reads_by_score: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(SCORE_BINS, np.int64)
-    )
+    by_score: NDArray[np.int64] = field(default_factory=lambda: np.zeros(SCORE_BINS, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class ResultTables:
 
 @dataclass(frozen=True, slots=True)
 class _Fragments:
-    """Fragments as columns, and the viral scores of their reads.
+    """Fragments as columns, and the viral scores of those that have one.
 
     Attributes:
         ids: The ids, without `/1` and `/2` if the reads come from files of pairs.
@@ -93,7 +91,7 @@ class _Fragments:
         is_viral: The verdict.
         frames: The number of open frames of the read, or of the first mate.
         mate_frames: The number of open frames of the second mate; empty without one.
-        scores: The viral scores of the reads that have one.
+        scores: The viral scores of the fragments that have one.
     """
 
     ids: pd.Series
@@ -137,7 +135,7 @@ def write_kraken_reads(path: Path, tables: ResultTables, record: RunRecord) -> F
             counts.num_fragments += len(fragments.ids)
             counts.num_viral += int(fragments.is_viral.sum())
             counts.num_orphans += int(fragments.ids.str.endswith(ORPHAN_END).sum())
-            counts.reads_by_score += np.histogram(fragments.scores, SCORE_BINS, (0.0, 1.0))[0]
+            counts.by_score += np.histogram(fragments.scores, SCORE_BINS, (0.0, 1.0))[0]
     return counts
 
 
@@ -309,7 +307,7 @@ def _read_paired_fragments(
             is_viral=(pairs.fate == "viral").to_numpy(),
             frames=firsts.open_frames,
             mate_frames=mates.open_frames.where(has_mate, ""),
-            scores=_scores(reads),
+            scores=_scores(pairs),
         )
         num_earlier_reads += num_reads
     if len(_next_rows(reads_table, 1)):

@@ -11,7 +11,12 @@ from tests.columns import documented
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sample_sheet import read_sheet
-from virnuc_core.reads.samples import SampleRow, samples_by_file_name, write_samples
+from virnuc_core.reads.samples import (
+    SampleRow,
+    read_samples,
+    samples_by_file_name,
+    write_samples,
+)
 from virnuc_core.reads.sources import find_inputs
 
 HEADER = "sample,fastq_1,fastq_2\n"
@@ -198,3 +203,23 @@ def test_names_and_notes_are_not_run_as_formulas(tmp_path: Path) -> None:
     cells = table.read_text().splitlines()[1].split("\t")
     assert cells[0] == "'=1+1"
     assert cells[-1] == "'@SUM(A1)"
+
+
+def test_a_table_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [
+        SampleRow(
+            sample="=a b", fate="predicted", reads=4, scored=3, viral=1, share=0.25, flags="x=1"
+        ),
+        SampleRow(sample="lost", fate="failed", note="-no such file"),
+        SampleRow(sample="next"),
+    ]
+    path = tmp_path / "samples.tsv"
+    write_samples(path, rows)
+    assert read_samples(path) == rows
+    for text in ("", "sample\tfate\na\n", "sample\tfate\na\tlost\n", "\xff"):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(InputError, match="is no table of samples"):
+            read_samples(path)
+    path.unlink()
+    with pytest.raises(InputError, match="is no table of samples"):
+        read_samples(path)

@@ -264,7 +264,10 @@ def test_the_report_of_kraken_adds_up_to_the_reads(run: Path, exported: Path) ->
     ]
 
 
-def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, models: Path) -> None:
+@pytest.fixture(scope="module")
+def paired_run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    """A run of 30 pairs, half of which are viral."""
+    folder = tmp_path_factory.mktemp("pairs")
     dice = random.Random(8)
     files = []
     for mate in (1, 2):
@@ -272,14 +275,19 @@ def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, models: Path
         for number in range(30):
             bases = "".join(dice.choices("ACG", k=dice.choice([150, 300, 320])))
             records.append(f"@r{number}/{mate}\n{bases}\n+\n{'I' * len(bases)}\n")
-        files.append(tmp_path / f"a_R{mate}.fastq")
+        files.append(folder / f"a_R{mate}.fastq")
         files[-1].write_text("".join(records))
     first, second = map(str, files)
-    out_dir = tmp_path / "out"
+    out_dir = folder / "out"
     spec = RunSpec(mates_1=(first,), mates_2=(second,), models=models, devices="cpu:1", out=out_dir)
     predict(spec)
     scores = [float(row["viral_score"]) for row in read_table(out_dir / "pairs.tsv")]
     predict(spec.model_copy(update={"threshold": float(np.median(scores))}))
+    return out_dir
+
+
+def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, paired_run: Path) -> None:
+    out_dir = shutil.copytree(paired_run, tmp_path / "out")
     export(RunDir(out_dir), tmp_path / "export", "lung")
     pairs = read_table(out_dir / "pairs.tsv")
     viral_pairs = [pair["id"].removesuffix("/1") for pair in pairs if pair["fate"] == "viral"]
@@ -289,8 +297,20 @@ def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, models: Path
     assert len(viral_pairs) == 15
     report = read_table(tmp_path / "export" / "lung.kraken2.report.txt", KRAKEN_REPORT_COLUMNS)
     assert [row["in_clade"] for row in report] == ["15", "15", "15"]
-    general = json.loads((tmp_path / "export" / "virnuc_general_mqc.json").read_text())
-    assert general["data"]["lung"]["reads"] == 60, "the sections for MultiQC count reads"
+    sections = {}
+    for name in ("general", "fates", "scores"):
+        text = (tmp_path / "export" / f"virnuc_{name}_mqc.json").read_text()
+        sections[name] = json.loads(text)
+        assert "reads" not in sections[name]["id"]
+        assert sections[name]["id"].endswith("fragments"), "never merged with a run of reads"
+    data = {name: section["data"]["lung"] for name, section in sections.items()}
+    assert (data["general"]["fragments"], data["general"]["viral_fragments"]) == (30, 15)
+    assert data["general"]["viral_percent"] == pytest.approx(50)
+    assert Counter(data["fates"]) == Counter(pair["fate"] for pair in pairs)
+    num_scored = sum(pair["viral_score"] != "" for pair in pairs)
+    assert sum(data["scores"].values()) == num_scored
+    assert data["general"]["scored_percent"] == pytest.approx(100 * num_scored / 30)
+    assert sections["fates"]["section_name"] == "Fates of fragments"
     flip_bit(out_dir / "pairs.tsv")
     with pytest.raises(InputError, match=r"pairs\.tsv: is not as the run left it"):
         export(RunDir(out_dir), tmp_path / "again", "lung")
@@ -298,6 +318,58 @@ def test_pairs_are_exported_by_their_common_verdict(tmp_path: Path, models: Path
     with pytest.raises(ConfigError, match=r"pairs\.tsv: is missing; repeat the command"):
         export(RunDir(out_dir), tmp_path / "again", "lung")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_folder_of_samples_has_one_page_and_one_set_for_multiqc(
+    run: Path, paired_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    shutil.copytree(run, folder / "contigs")
+    shutil.copytree(paired_run, folder / "lung")
+    names = {"contigs": "predicted", "lung": "predicted", "lost": "failed"}
+    rows = [
+        SampleRow(sample=name, fate=fate, note="no such file" if fate == "failed" else "")
+        for name, fate in names.items()
+    ]
+    write_samples(folder / "samples.tsv", rows)
+    assert cli.main(["export", str(folder)]) == 0
+    out_dir = folder / "export"
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in ordered(out_dir)]
+
+    page = (out_dir / "summary.html").read_text()
+    num_reads = len(read_table(run / "reads.tsv")) + len(read_table(paired_run / "reads.tsv"))
+    assert f"of {num_reads} reads are viral" in page
+    for name in names:
+        assert name in page
+    for unit, name in (("reads", "contigs"), ("fragments", "lung")):
+        alone = tmp_path / f"alone_{name}"
+        export(RunDir(folder / name), alone, name)
+        for section in ("general", "fates", "scores"):
+            together = (out_dir / f"virnuc_{section}_{unit}_mqc.json").read_text()
+            assert together == (alone / f"virnuc_{section}_mqc.json").read_text()
+        for ending in (".kraken2.report.txt", ".kraken2.classifiedreads.txt"):
+            expected = (alone / f"{name}{ending}").read_bytes()
+            assert (out_dir / f"{name}{ending}").read_bytes() == expected
+        expected = (alone / "contigs.tsv").read_bytes()
+        assert (out_dir / f"{name}.contigs.tsv").read_bytes() == expected
+
+    assert cli.main(["export", str(folder), "--sample", "x"]) == 2
+    assert "holds several samples" in capsys.readouterr().err
+    flip_bit(folder / "lung" / "pairs.tsv")
+    assert cli.main(["export", str(folder), "-o", str(tmp_path / "again")]) == 2
+    assert not (tmp_path / "again").exists(), "nothing is written if a table is damaged"
+
+
+def ordered(folder: Path) -> list[Path]:
+    """Return the files of an export of samples: page, sections for MultiQC, tables by sample."""
+    names = ["summary.html", "summary.md"]
+    for unit in ("fragments", "reads"):
+        names += [f"virnuc_{section}_{unit}_mqc.json" for section in ("general", "fates", "scores")]
+    for sample in ("contigs", "lung"):
+        names += [f"{sample}.kraken2.classifiedreads.txt", f"{sample}.kraken2.report.txt"]
+        names.append(f"{sample}.contigs.tsv")
+    assert sorted(names) == sorted(path.name for path in folder.iterdir())
+    return [folder / name for name in names]
 
 
 def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) -> None:
@@ -310,7 +382,7 @@ def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) 
     num_scored = sum(row["viral_score"] != "" for row in reads)
     assert Counter(sections["fates"]) == fates
     assert sum(sections["scores"].values()) == num_scored
-    assert sections["general"]["viral"] == fates["viral"]
+    assert sections["general"]["viral_reads"] == fates["viral"]
     assert sections["general"]["reads"] == len(reads)
     assert sections["general"]["scored_percent"] == pytest.approx(100 * num_scored / len(reads))
     assert sections["general"]["viral_percent"] == pytest.approx(100 * fates["viral"] / len(reads))

@@ -240,8 +240,8 @@ def test_the_report_counts_fragments(tmp_path: Path) -> None:
         (VIRUSES, str(num_viral), str(num_viral)),
     ]
     assert float(rows[0]["percent"]) == pytest.approx(100 * num_others / NUM_PAIRS, abs=0.01)
-    num_scored = sum(row["viral_score"] != "" for row in read_table(run.dir.reads_table))
-    assert run.counts.reads_by_score.sum() == num_scored, "scores are of reads"
+    num_scored = sum(pair["viral_score"] != "" for pair in run.pairs())
+    assert run.counts.by_score.sum() == num_scored, "scores are of pairs, too"
 
 
 def test_reads_without_a_mate_do_not_bring_the_files_out_of_step(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_the_table_does_not_depend_on_how_much_is_held_in_memory(
         counts = run.write()
         assert run.reads_table.read_bytes() == expected_text
         assert counts.num_viral == expected_counts.num_viral
-        assert counts.reads_by_score.tolist() == expected_counts.reads_by_score.tolist()
+        assert counts.by_score.tolist() == expected_counts.by_score.tolist()
 
 
 @pytest.mark.parametrize("damage", ["a pair is missing", "a read is missing", "other ids"])
