@@ -7,6 +7,7 @@ a name instead. So each file that virnuc writes and reads again has a recorded d
 A digest is recorded in one of these places:
 
 - JSON files of a run carry their own digest in their last field (`OWN_DIGEST`).
+- Pages (`summary.html`, `summary.md`) carry their own digest in their last line (`PAGE_DIGEST`).
 - Result files are listed in `summary.json` with size and SHA-256 (`runfiles.FileDigest`).
 - HDF5 files begin with a seal, a digest of all bytes after it (`Seal`).
 - Arrays (`.npy`) are followed by their digest (`ARRAY_DIGEST`).
@@ -49,6 +50,9 @@ SEAL_BYTES: Final = 512  # the smallest user block of HDF5
 READ_BYTES: Final = 1 << 20  # of a file that are read at a time
 SHA256_LETTERS: Final = 64  # of a SHA-256 in hexadecimal letters
 _SHA256_BYTES: Final = 32
+_PAGE_DIGEST: Final = re.compile(
+    rb"(.*)<!-- sha256 of all text above: ([0-9a-f]{64}) -->\n", re.DOTALL
+)
 # The last field of a JSON file with its own digest, and what precedes it. A changed bit may be in
 # the name of the field.
 _LAST_FIELD: Final = re.compile(rb'(.*),\n "([^"\n]*)": "([0-9a-f]{64})"\n\}\n', re.DOTALL)
@@ -290,6 +294,41 @@ def _require_unchanged_content(
     """Call `require_unchanged` for the content of a small file, which was read already."""
     file = cast(BufferedReader, io.BytesIO(content))  # it has the same methods
     return require_unchanged(path, file, recorded, remedy=remedy)
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+def with_page_digest(text: str) -> str:
+    """Add a last line to a page of HTML or Markdown: a comment with the SHA-256 of all text above.
+
+    Args:
+        text: The page. It ends with a line end.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text}<!-- sha256 of all text above: {digest} -->\n"
+
+
+class _PageDigest:
+    """The digest that a page carries in its last line; see `with_page_digest`."""
+
+    description = "its last line"
+
+    def compare(self, file: BufferedReader) -> Match:
+        """Compare the text before the last line with the digest in the last line."""
+        content = file.read(MAX_JSON_BYTES + 1)
+        last_line = _PAGE_DIGEST.fullmatch(content)
+        if last_line is not None:
+            body, digest = last_line.groups()
+            return compare_text(body, digest.decode())
+        # A changed bit may have hit the words of the line. Then one of its two halves is whole.
+        end = content[-2 * SHA256_LETTERS :]
+        if b"<!-- sha256 of all" in end or b"text above: " in end:
+            return Match.CHANGED
+        return Match.NOT_RECORDED
+
+
+PAGE_DIGEST: Final = _PageDigest()
 
 
 # --- HDF5 files -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from virnuc_core import pipeline
+from virnuc_core.checked_files import PAGE_DIGEST, open_checked
 from virnuc_core.config import RunSpec, explain
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
@@ -26,7 +27,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import FRAMES
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, read_record
-from virnuc_core.safe_files import read_file
+from virnuc_core.safe_files import MAX_JSON_BYTES
 from virnuc_core.system_errors import path_exists
 
 if TYPE_CHECKING:
@@ -188,13 +189,18 @@ class Run:
         return summary
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the summary page, or a table of counts if there is none."""
+        """Return what a notebook shows: the summary page, or a table of counts if there is none.
+
+        Raises:
+            DamagedFileError: The page is not as the run left it.
+        """
         page = self.folder / SUMMARY_PAGE
         if not path_exists(page):
             return str(self.summary.T.to_html())
         # A frame of its own keeps the styles of the page and of the notebook apart. Scripts in the
         # page would not run.
-        text = html.escape(read_file(page, self.folder).decode())
+        with open_checked(page, PAGE_DIGEST, self.folder) as file:
+            text = html.escape(file.read(MAX_JSON_BYTES).decode())
         style = f"width:100%;height:{PAGE_HEIGHT}px;border:0"
         return f'<iframe sandbox srcdoc="{text}" style="{style}"></iframe>'
 

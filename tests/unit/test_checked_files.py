@@ -14,6 +14,7 @@ import pytest
 
 from virnuc_core.checked_files import (
     OWN_DIGEST_FIELD,
+    PAGE_DIGEST,
     SEAL_BYTES,
     Match,
     RecordedSha256,
@@ -26,6 +27,7 @@ from virnuc_core.checked_files import (
     read_checked_array,
     read_checked_json,
     with_own_digest,
+    with_page_digest,
 )
 from virnuc_core.encoders import digests
 from virnuc_core.encoders.digests import part_digest
@@ -52,6 +54,22 @@ def flipped(content: bytes, place: int, bit: int) -> bytes:
     damaged = bytearray(content)
     damaged[place] ^= 1 << bit
     return bytes(damaged)
+
+
+def test_every_bit_of_a_page_counts(tmp_path: Path) -> None:
+    """Also those of the comment that holds the digest."""
+    path = tmp_path / "summary.html"
+    content = with_page_digest("<p>7 of 8</p>\n").encode()
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(flipped(content, place, bit))
+            with pytest.raises(DamagedFileError, match="its last line has another digest"):
+                open_checked(path, PAGE_DIGEST)
+    path.write_bytes(content)
+    with open_checked(path, PAGE_DIGEST) as file:
+        assert file.read() == content
+    path.write_bytes(b"<p>7 of 8</p>\n")  # of an older version
+    open_checked(path, PAGE_DIGEST).close()
 
 
 def test_every_bit_of_a_json_file_counts(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 
 import virnuc
+from virnuc_core.checked_files import with_page_digest
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, DamagedFileError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=1024, heartbeat_s=0.2)
@@ -86,10 +87,16 @@ def test_embeddings_follow_the_order_of_the_frames_that_are_asked_for(run: virnu
 def test_a_notebook_shows_the_summary_page_as_it_is(run: virnuc.Run, folder: Path) -> None:
     page = virnuc.open_run(folder / "run")._repr_html_()
     assert "no_open_frame" in page or "srcdoc" in page
-    (run.folder / "summary.html").write_text('<p title="a">7 &amp; 8</p>')
+    path = run.folder / "summary.html"
+    path.write_text('<p title="a">7 &amp; 8</p>')  # as an older version writes it
     page = run._repr_html_()
     assert 'srcdoc="&lt;p title=&quot;a&quot;&gt;7 &amp;amp; 8&lt;/p&gt;"' in page
     assert "sandbox" in page
+    path.write_text(with_page_digest("<p>7 of 8 reads are viral</p>\n"))
+    assert "7 of 8" in run._repr_html_()
+    path.write_text(path.read_text().replace("7 of 8", "0 of 8"))
+    with pytest.raises(DamagedFileError, match=r"summary\.html: is not as the run left it"):
+        run._repr_html_()
 
 
 def test_what_is_no_finished_run_or_no_setting_is_named(folder: Path) -> None:

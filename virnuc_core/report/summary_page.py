@@ -14,8 +14,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from virnuc_core.answer import UNJUDGED_REASONS, Answer
+import virnuc_core
+from virnuc_core.answer import PART_TITLES, UNJUDGED_REASONS, Answer
+from virnuc_core.checked_files import with_page_digest
 from virnuc_core.encoder_names import NAMES
+from virnuc_core.errors import join_first
 from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.report.charts import GENERATOR, Chart, read_charts
@@ -44,6 +47,16 @@ CITATIONS: Final = (
     "VirNucPro: Li et al., Briefings in Bioinformatics 2025, doi 10.1093/bib/bbaf224",
     *(f"{names.title}: {names.citation}" for names in NAMES),
 )
+NO_FRAME_NOTE: Final = (
+    "No open reading frame: there is a stop codon in each of the six ways to translate the read, "
+    "or in each chunk of a long read. The method looks at frames without a stop codon only."
+)
+FLAG_MEANINGS: Final = {
+    "short_for_model": "shorter than half of the classifier's length",
+    "ambiguous": "has letters other than A, C, G and T",
+    "duplicate_of": "has the id of an earlier read",
+    "unfamiliar": "unlike all that the classifier was trained on",
+}
 # matplotlib keeps its settings for the whole process, and samples are written side by side.
 _drawing = threading.Lock()
 
@@ -72,7 +85,7 @@ class SummaryPage:
     generator: str
     title: str
     headline: str
-    created: str
+    subtitle: str
     is_unsafe: bool
     tiles: list[Tile]
     first_sections: list[Section]  # before the charts
@@ -102,7 +115,7 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         _flag_section(figures, answer),
         _contig_section(figures),
         Section("How it was made", tables=[Table(_origin_rows(record, summary))]),
-        Section("What to cite", sentences=CITATIONS),
+        _citation_section(record.virnuc_version),
     ]
     with _drawing:
         lengths, length_counts = _length_bins(figures.lengths)
@@ -111,7 +124,7 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         generator=GENERATOR,
         title=f"Prediction of {label}",
         headline=answer.headline,
-        created=record.created,
+        subtitle=f"made {_minute(record.created)}",
         is_unsafe=bool(answer.random_weights),
         tiles=_tiles(answer),
         first_sections=[section for section in first_sections if not section.is_empty],
@@ -149,7 +162,7 @@ def write_samples_page(
             }
         )
     sections = [
-        _first_section(answer),
+        _first_section(answer, _failed_remark(rows)),
         Section(
             "Samples",
             sentences=["Each sample has a page of its own, summary.html in its folder."],
@@ -161,12 +174,12 @@ def write_samples_page(
         generator=GENERATOR,
         title=f"Samples of {label}",
         headline=answer.headline,
-        created="",
+        subtitle=_describe_samples(rows),
         is_unsafe=bool(answer.random_weights),
         tiles=_tiles(answer),
         first_sections=[section for section in sections if not section.is_empty],
         charts=[],
-        further_sections=[Section("What to cite", sentences=CITATIONS)],
+        further_sections=[_citation_section(virnuc_core.__version__)],
     )
     return _write(folder, page)
 
@@ -179,7 +192,8 @@ def _write(folder: Path, page: SummaryPage) -> Path:
         PAGE: fill_template("summary.html.j2", page=page),
         TEXT_PAGE: sections_markdown([headline, *sections]).lstrip("\n"),
     }
-    for name, text in forms.items():
+    for name, form in forms.items():
+        text = with_page_digest(form)
         path = folder / name
         # A complete run that is started again changes no file.
         if not path_exists(path) or path.is_symlink() or path.read_bytes() != text.encode():
@@ -200,10 +214,42 @@ def _tiles(answer: Answer) -> list[Tile]:
     return tiles
 
 
-def _first_section(answer: Answer) -> Section:
-    """Return what to know before using the figures."""
-    remarks = answer.remarks or ("Nothing speaks against these figures.",)
-    return Section("What to know first", sentences=remarks)
+def _minute(time: str) -> str:
+    """Return a time of a record for people: `2026-11-28 06:46 UTC`."""
+    day, _, clock = time.partition("T")
+    return f"{day} {clock[:5]} UTC" if time.endswith("+00:00") else time
+
+
+def _describe_samples(rows: Sequence[SampleRow]) -> str:
+    """Return how many samples there are, and what became of those that are not predicted."""
+    noun = "sample" if len(rows) == 1 else "samples"
+    parts = [f"{len(rows):,} {noun}"]
+    for fate in ("failed", "waiting"):
+        count = sum(row.fate == fate for row in rows)
+        if count:
+            parts.append(f"{count:,} {fate}")
+    return " · ".join(parts)
+
+
+def _failed_remark(rows: Sequence[SampleRow]) -> str:
+    """Return which samples are in no figure of the page; empty if all are predicted."""
+    missing = [row.sample for row in rows if row.fate != "predicted"]
+    if not missing:
+        return ""
+    return f"In no figure of this page, because they were not predicted: {join_first(missing)}."
+
+
+def _first_section(answer: Answer, own_remark: str = "") -> Section:
+    """Return what to know before using the figures.
+
+    Args:
+        answer: The answer, with its remarks.
+        own_remark: A further remark, which comes first.
+    """
+    remarks = [remark for remark in (own_remark, *answer.remarks) if remark]
+    return Section(
+        "What to know first", sentences=remarks or ["Nothing speaks against these figures."]
+    )
 
 
 def _verdict_section(answer: Answer, summary: RunSummary) -> Section:
@@ -215,8 +261,10 @@ def _verdict_section(answer: Answer, summary: RunSummary) -> Section:
     tables = [Table(_share_rows(counts, answer.reads))]
     if answer.pairs:
         tables.append(Table(_share_rows(_pair_counts(summary.pairs), answer.pairs), "Pairs"))
-    sentence = "A read without a verdict is unknown. It does not count as not viral."
-    return Section("Verdicts", sentences=[sentence], tables=tables)
+    sentences = ["A read without a verdict is unknown. It does not count as not viral."]
+    if summary.fates.get("no_open_frame"):
+        sentences.append(NO_FRAME_NOTE)
+    return Section("Verdicts", sentences=sentences, tables=tables)
 
 
 def _pair_counts(pairs: dict[str, int]) -> dict[str, int]:
@@ -246,8 +294,12 @@ def _share_rows(counts: dict[str, int], whole: int) -> list[Row]:
 
 
 def _flag_section(figures: _ReadFigures, answer: Answer) -> Section:
-    """Return the table of flags."""
-    return Section("Flags of reads", tables=[Table(_share_rows(figures.flags, answer.reads))])
+    """Return the table of flags, with what each means."""
+    counts = {}
+    for flag, count in figures.flags.items():
+        meaning = FLAG_MEANINGS.get(flag)
+        counts[f"{flag}: {meaning}" if meaning else flag] = count
+    return Section("Flags of reads", tables=[Table(_share_rows(counts, answer.reads))])
 
 
 def _contig_section(figures: _ReadFigures) -> Section:
@@ -267,13 +319,24 @@ def _origin_rows(record: RunRecord, summary: RunSummary) -> list[Row]:
     for file in record.inputs:
         facts[f"reads: {file.file}"] = f"{file.reads:,} reads"
     for part, origin in summary.origins.items():
-        facts[f"weights of {part}"] = origin
+        facts[f"weights of {PART_TITLES.get(part, part)}"] = origin
     device_names = [device.name for device in summary.devices]
     facts["threshold"] = f"{summary.threshold}"
     facts["devices"] = ", ".join(device_names)
     facts["virnuc"] = str(record.virnuc_version)
     facts |= record.versions
     return [{"What": name, "Value": value} for name, value in facts.items()]
+
+
+def _citation_section(version: str | None) -> Section:
+    """Return the papers to cite, and this program.
+
+    Args:
+        version: The version of virnuc that made the results; None if it is not known.
+    """
+    program = f"virnuc {version or ''}".rstrip()
+    own_line = f"{program}: CITATION.cff in its repository says how"
+    return Section("What to cite", sentences=(*CITATIONS, own_line))
 
 
 def _read_figures(run: RunDir, summary: RunSummary) -> _ReadFigures:

@@ -58,11 +58,15 @@ def test_the_page_answers_the_questions_of_a_reader(
     page = write_summary_pages(run, "swab", summary).read_text()
     text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     assert "1 of 4 reads are viral" in text
+    assert "short_for_model: shorter than half" in text
+    assert "stop codon in each" in text
+    assert "weights of ESM-2" in text
+    assert "virnuc 0.1.0: CITATION.cff" in text
     assert "no verdict: no open reading frame 1 25.0 %" in text
     assert "does not count as not viral" in text
     assert RANDOM_NOTE in text
     assert "10.1093/bib/bbaf224" in text
-    assert "short_for_model 2 50.0 %" in text
+    assert "short_for_model: shorter than half of the classifier&#39;s length 2 50.0 %" in text
     assert page.count("data:image/svg+xml;base64,") == 2
 
 
@@ -119,6 +123,22 @@ def test_the_page_of_samples_has_a_row_for_each(
     assert "25.00 %" in text
     assert "<script" not in page + (folder / TEXT_PAGE).read_text()
     assert (folder / PAGE).exists()
+
+
+def test_the_page_of_samples_names_those_that_are_in_no_figure(
+    finished: tuple[RunDir, RunSummary], tmp_path: Path
+) -> None:
+    _, summary = finished
+    rows = [
+        SampleRow(sample="swab", fate="predicted", reads=4, scored=3, viral=1, share=0.25),
+        SampleRow(sample="broken", fate="failed", note="no such file"),
+        SampleRow(sample="late"),
+    ]
+    write_samples_page(tmp_path, "swabs", rows, add_summaries([summary]))
+    page = (tmp_path / TEXT_PAGE).read_text()
+    first_remark = page.partition("## What to know first")[2].strip().splitlines()[0]
+    assert "not predicted: broken, late." in first_remark
+    assert "3 samples · 1 failed · 1 waiting" in (tmp_path / PAGE).read_text()
 
 
 def test_pairs_are_counted_in_the_words_of_the_page() -> None:

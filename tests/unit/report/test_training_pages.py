@@ -75,14 +75,14 @@ def test_quotation_marks_on_the_card_are_quotation_marks() -> None:
 
 def test_the_page_shows_each_metric_with_its_interval() -> None:
     page = training_page(training())
-    assert '<td class="n">0.980<br><small>0.950 to 0.990</small></td>' in page
+    assert '<td class="n" data-name="AUROC">0.980<br><small>0.950 to 0.990</small></td>' in page
     assert "<td>0.01</td>" in page
     assert "Uncertain: scores from 0.400 to below 0.600." in page
 
 
 def test_a_metric_that_is_not_defined_is_a_dash() -> None:
     page = training_page(training(figures=(figures("head", None),)))
-    assert '<td class="n">–</td>' in page
+    assert '<td class="n" data-name="AUROC">–</td>' in page
 
 
 def test_names_of_genomes_never_become_markup() -> None:
@@ -123,8 +123,8 @@ def test_names_are_shown_as_they_are_on_the_card_and_the_page(name: str) -> None
 def test_a_long_list_of_genomes_is_cut_and_says_so() -> None:
     genome = {"label": "virus", "cluster": 1, "side": "", "frames": 0}
     page = training_page(training(genomes={f"g{number}": genome for number in range(501)}))
-    assert page.count("<td>not used</td>") == 500
-    assert "All 501 stand in train.json." in page
+    assert page.count('<td data-name="side">not used</td>') == 500
+    assert "All 501 are in train.json." in page
 
 
 def test_the_card_tells_thresholds_sides_and_digests() -> None:
