@@ -160,20 +160,6 @@ def reads_file(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
-def test_predict_says_what_it_found_and_nothing_alarming(
-    tmp_path: Path, reads: Path, models: Path, child_environment: dict[str, str]
-) -> None:
-    out_dir = tmp_path / "out"
-    words = ["predict", reads, "-o", out_dir, "--models", models, "--devices", "cpu:1"]
-    process = virnuc(*words, environment=child_environment)
-    assert process.returncode == 0, process.stderr
-    assert "of 300 reads are viral" in process.stdout
-    assert "Time: " in process.stdout.splitlines()[-1]
-    assert "Total wall time" not in process.stderr  # only with --verbose
-    for alarming in ("Traceback", "WARNING", "ERROR", "prefect"):
-        assert alarming not in process.stderr
-
-
 def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     tmp_path: Path,
     few_reads: Path,
