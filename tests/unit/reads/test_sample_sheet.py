@@ -10,6 +10,7 @@ import pytest
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
+from virnuc_core.reads.mate_files import find_reads
 from virnuc_core.reads.sample_sheet import read_sheet
 
 HEADER = "sample,fastq_1,fastq_2\n"
@@ -217,3 +218,13 @@ def test_the_home_folder_and_file_addresses_are_expanded(
     Path("~").mkdir()
     Path("~/x.fq").touch()
     assert ReadsSpec(reads=("~/x.fq",)).reads == ("~/x.fq",), "a folder that is called so"
+
+
+def test_mates_on_two_lines_of_one_sample_are_warned_of_and_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a_R1.fq", "a_R2.fq"):
+        (tmp_path / name).write_text("@r\nACGT\n+\nIIII\n")
+    [reads] = read_sheet(sheet(tmp_path, "sample,fastq_1\nA,a_R1.fq\nA,a_R2.fq\n")).values()
+    assert "are not on one line, although their names are those of mates" in caplog.text
+    assert find_reads(reads).pairs == ((str(tmp_path / "a_R1.fq"), str(tmp_path / "a_R2.fq")),)
