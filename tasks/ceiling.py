@@ -26,4 +26,4 @@ def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> Outcome[Mode
     resolved_engine = resolve_engine(engine, devices[0].kind)
     with device_slots(devices):
         flops = measure_ceilings(bench.models, devices, resolved_engine, out / "logs")
-    return completed(flops, messages.ceiling_message(flops.protein_ceilings))
+    return completed(flops, messages.ceiling_message(flops))

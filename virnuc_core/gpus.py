@@ -85,6 +85,8 @@ class Reading:
     memory_used_bytes: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
+    energy_j: float | None = None  # all that the GPU has taken since the driver was loaded
+    is_power_limited: bool | None = None  # it clocks down, because it takes as much as it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +291,52 @@ class Nvml:
                 memory_used_bytes=_number(device.memory_used()),
                 power_w=_number(milliwatts / 1000),  # nvitop's NA, divided, is still no number
                 temperature_c=_number(device.temperature()),
+                energy_j=_energy_j(device.handle),
+                is_power_limited=_is_power_limited(device.handle),
             )
 
         return read
+
+
+def _energy_j(handle: Any) -> float | None:
+    """Return the joules that a GPU has taken since the driver was loaded, if the driver tells.
+
+    Args:
+        handle: The GPU, as pynvml knows it.
+    """
+    import pynvml
+
+    try:
+        millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError:  # an older GPU or driver, or a slice of a GPU (MIG)
+        return None
+    return float(millijoules) / 1000
+
+
+def _is_power_limited(handle: Any) -> bool | None:
+    """Return whether a GPU is clocked down now because of its power limit, if the driver tells.
+
+    Args:
+        handle: The GPU, as pynvml knows it.
+    """
+    import pynvml
+
+    # Drivers before 535 know the question by its second name only.
+    for question in (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ):
+        ask = getattr(pynvml, question, None)
+        if ask is None:
+            continue
+        try:
+            reasons = ask(handle)
+        except pynvml.NVMLError_FunctionNotFound:
+            continue
+        except pynvml.NVMLError:
+            return None
+        return bool(reasons & pynvml.nvmlClocksThrottleReasonSwPowerCap)
+    return None
 
 
 def _library_problem() -> str:

@@ -32,7 +32,7 @@ from virnuc_core.answer import Answer, answer_of
 from virnuc_core.checked_files import Match, open_checked, read_checked_json, with_own_digest
 from virnuc_core.confidential import redact
 from virnuc_core.config import Share, refuse_unreadable
-from virnuc_core.encoder_names import DNA, PROTEIN, Molecule
+from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName, Molecule
 from virnuc_core.errors import (
     ConfigError,
     DamagedFileError,
@@ -682,21 +682,49 @@ def _shorten(text: str) -> str:
     return text[:12] + "…"
 
 
+class ProductRate(RunFile):
+    """How fast one implementation of matrix products computes the linear layers of an encoder."""
+
+    encoder: EncoderName
+    device: str
+    product: str  # the implementation and its number format
+    # own: our product; library: one of a library, in the same number format; reference: in another
+    role: Literal["own", "library", "reference"]
+    # None: not measured
+    tokens_per_s: Positive | None = None
+    joules_per_million_tokens: Positive | None = None
+    power_limited: float | None = None  # share of the readings at the power limit, 0 to 1
+
+
 class ModelFlops(RunFile):
     """FLOPs per token in the linear layers of each encoder, and the ceilings of these layers.
 
-    A ceiling is the rate, in tokens/s, that the linear layers alone sustain, by device, where it
-    was measured.
+    A ceiling is the rate, in tokens/s, that the linear layers alone sustain with the fastest
+    product that was measured in the number format of the run, by device. `products` has all.
     """
 
     protein_per_token: Annotated[Positive | None, Field(alias=PROTEIN.flops_field)] = None
     dna_per_token: Annotated[Positive | None, Field(alias=DNA.flops_field)] = None
     protein_ceilings: Annotated[dict[str, Positive], Field(alias=PROTEIN.ceiling_field)] = {}
     dna_ceilings: Annotated[dict[str, Positive], Field(alias=DNA.ceiling_field)] = {}
+    products: tuple[ProductRate, ...] = ()
 
     def per_token(self, molecule: Molecule) -> float | None:
         """Return the FLOPs per token of the encoder of this molecule; None if they are unknown."""
         return self.dna_per_token if molecule == "dna" else self.protein_per_token
+
+    @classmethod
+    def fastest(cls, products: Sequence[ProductRate]) -> list[ProductRate]:
+        """Return the fastest product of each encoder and device in the number format of the run."""
+        fastest: dict[tuple[EncoderName, str], ProductRate] = {}
+        for rate in products:
+            if rate.role == "reference" or rate.tokens_per_s is None:
+                continue
+            place = (rate.encoder, rate.device)
+            best = fastest.get(place)
+            if best is None or rate.tokens_per_s > (best.tokens_per_s or 0.0):
+                fastest[place] = rate
+        return list(fastest.values())
 
     def ceilings(self, molecule: Molecule) -> dict[str, float]:
         """Return the measured ceilings of the encoder of this molecule, in tokens/s by device."""

@@ -5,6 +5,8 @@
     python tests/benchmarks/bench_encoders.py --device cpu --seconds 0.2   # tiny models: a smoke test
 
 A variant is what runs the layers: our kernels (fused) or plain torch (reference).
+The products alone are measured with what runs use, and in int8 also with the library behind torch. The fastest
+one is the ceiling. Products of fp8 are a reference. Energy is that of the card's own counter.
 Weights are random; nothing is written but the JSON file.
 """
 
@@ -36,7 +38,15 @@ from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
-from virnuc_core.tools.ceiling import MAX_PENDING, linear_pass
+from virnuc_core.runfiles import ModelFlops
+from virnuc_core.tools.ceiling import (
+    MAX_PENDING,
+    Read,
+    linear_products,
+    measure_product,
+    power_reader,
+    product_rate,
+)
 
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
 DATASHEET = {
@@ -58,6 +68,8 @@ class Sustained(NamedTuple):
     calls: int
     sm_mhz: int | None  # towards the end
     watts: float | None
+    joules: float | None  # all calls
+    at_power_limit: bool | None  # towards the end
 
 
 def settle(device: torch.device) -> None:
@@ -66,11 +78,14 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sustain(step: Callable[[], object], seconds: float, device: torch.device) -> Sustained:
+def sustain(
+    step: Callable[[], object], seconds: float, device: torch.device, read: Read | None
+) -> Sustained:
     """Run `step` for at least `seconds`, never more than a few calls ahead of the device."""
     settle(device)
     events: list[torch.cuda.Event] = []
-    calls, mhz, watts = 0, None, None
+    calls, mhz, watts, at_power_limit = 0, None, None, None
+    first_energy_j = None if read is None else read().energy_j
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or calls == 0:
         step()
@@ -83,8 +98,15 @@ def sustain(step: Callable[[], object], seconds: float, device: torch.device) ->
             if mhz is None and time.perf_counter() - start > 0.8 * seconds:
                 with contextlib.suppress(Exception):  # not every driver tells
                     mhz, watts = torch.cuda.clock_rate(device), torch.cuda.power_draw(device) / 1000
+                if read is not None:
+                    at_power_limit = read().is_power_limited
     settle(device)
-    return Sustained(time.perf_counter() - start, calls, mhz, watts)
+    elapsed_s = time.perf_counter() - start
+    joules = None
+    last_energy_j = None if read is None else read().energy_j
+    if first_energy_j is not None and last_energy_j is not None:
+        joules = last_energy_j - first_energy_j
+    return Sustained(elapsed_s, calls, mhz, watts, joules, at_power_limit)
 
 
 def batch_of(
@@ -160,6 +182,9 @@ class Bench:
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         )
         self.deadline = time.perf_counter() + options.time_limit
+        self.read: Read | None = None
+        if self.device.type == "cuda":
+            self.read = power_reader(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
         kinds = ("measured", "ceilings", "cosines", "not_run", "profiles")
         self.found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
 
@@ -226,20 +251,20 @@ class Bench:
                 )
 
     def ceiling(self, name: Name, encoder: Esm2 | DnabertS, slots: int) -> float:
-        """Tokens/s of the linear layers alone."""
+        """Tokens/s of the linear layers alone, with the fastest product of this precision."""
+        rates = []
         with torch.inference_mode():
-            step = linear_pass(encoder.layers, slots, self.device)
-            step()
-            ran = sustain(step, self.options.seconds, self.device)
-        tokens_per_s = slots * ran.calls / ran.elapsed_s
-        self.note(
-            "ceilings",
-            encoder=name,
-            precision=encoder.precision,
-            slots=slots,
-            tokens_per_s=tokens_per_s,
-        )
-        return tokens_per_s
+            for product in linear_products(encoder.layers, slots, self.device):
+                sustained = measure_product(product, self.options.seconds, self.read)
+                rate = product_rate(product, name, self.device_name, slots, sustained)
+                rates.append(rate)
+                found = rate.model_dump(exclude={"encoder", "device"})
+                self.note(
+                    "ceilings", encoder=name, precision=encoder.precision, slots=slots, **found
+                )
+        (fastest,) = ModelFlops.fastest(rates)
+        assert fastest.tokens_per_s is not None  # the product that the encoder uses has run
+        return fastest.tokens_per_s
 
     def one(
         self,
@@ -255,8 +280,11 @@ class Bench:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        first_s = sustain(lambda: encoder.embed(batch), 0.0, self.device).elapsed_s
-        ran = sustain(lambda: encoder.embed(batch), self.options.seconds, self.device)
+        first_s = sustain(lambda: encoder.embed(batch), 0.0, self.device, None).elapsed_s
+        ran = sustain(lambda: encoder.embed(batch), self.options.seconds, self.device, self.read)
+        joules = None
+        if ran.joules is not None:
+            joules = ran.joules / (batch.real_tokens * ran.calls) * 1e6
         tokens = batch.real_tokens * ran.calls / ran.elapsed_s
         linear, attention = (
             2 * encoder.shape.linear_weights,
@@ -274,6 +302,7 @@ class Bench:
             "rows_per_s": tokens / length,
             "ceiling_tokens_per_s": limit,
             "share_of_ceiling": tokens / limit,
+            "joules_per_million_tokens": joules,
             "tflops": tflops,
             "mfu_datasheet": None if peak is None else tflops / peak,
             "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30 if on_cuda else None,
@@ -299,7 +328,7 @@ class Bench:
     def record(self) -> dict[str, Any]:
         """All of it, for the JSON file."""
         return {
-            "schema_version": 2,
+            "schema_version": 3,
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": self.device_name,

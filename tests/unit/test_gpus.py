@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,7 @@ class Device:
         if uuid not in UUIDS:
             raise RuntimeError(f"no such device: {uuid}")
         self.uuid = uuid
+        self.handle = uuid
 
     @staticmethod
     def count() -> int:
@@ -161,6 +163,56 @@ def test_a_gpu_is_read_by_its_uuid_and_what_it_does_not_tell_is_none(
     sample_gpus = Nvml().reader(UUIDS)
     assert sample_gpus("GPU-aaaa") == Reading(11.0, float(1 << 30), 345.0, None)
     assert sample_gpus("GPU-bbbb") == Reading(None, float(1 << 30), 345.0, None)
+
+
+def fail_with(code: int) -> Callable[[str], int]:
+    """Return a question to which NVML answers with an error."""
+
+    def ask(_handle: str) -> int:
+        raise pynvml.NVMLError(code)
+
+    return ask
+
+
+@pytest.mark.parametrize("is_old_driver", [False, True])
+def test_energy_and_the_power_limit_are_read(
+    monkeypatch: pytest.MonkeyPatch, is_old_driver: bool
+) -> None:
+    sw_power_cap, idle = 0x4, 0x1  # bits of nvml.h
+    reasons = {"GPU-aaaa": sw_power_cap | idle, "GPU-bbbb": idle}
+    monkeypatch.setattr(nvitop, "Device", Device)
+    monkeypatch.setattr(
+        pynvml,
+        "nvmlDeviceGetTotalEnergyConsumption",
+        lambda handle: 5_250,  # millijoules
+    )
+    events = "nvmlDeviceGetCurrentClocksEventReasons"
+    throttling = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    monkeypatch.setattr(pynvml, events, reasons.__getitem__)
+    if is_old_driver:  # it knows the former name only
+        monkeypatch.setattr(pynvml, events, fail_with(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+        monkeypatch.setattr(pynvml, throttling, reasons.__getitem__)
+    read = Nvml().reader(UUIDS)
+    assert (read("GPU-aaaa").energy_j, read("GPU-aaaa").is_power_limited) == (5.25, True)
+    assert read("GPU-bbbb").is_power_limited is False
+
+
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND]
+)
+def test_energy_and_the_power_limit_are_unknown_where_the_driver_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(nvitop, "Device", Device)
+    for question in (
+        "nvmlDeviceGetTotalEnergyConsumption",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ):
+        monkeypatch.setattr(pynvml, question, fail_with(code))
+    reading = Nvml().reader(UUIDS)("GPU-aaaa")
+    assert (reading.energy_j, reading.is_power_limited) == (None, None)
+    assert reading.power_w == 345.0
 
 
 def test_a_gpu_that_nvml_does_not_know_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

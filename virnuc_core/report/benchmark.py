@@ -26,7 +26,7 @@ from virnuc_core.report.model import (
     StageThroughput,
     Verdict,
 )
-from virnuc_core.runfiles import RunFile
+from virnuc_core.runfiles import ProductRate, RunFile
 
 NAME_TIME: Final = "%Y%m%d_%H%M%S"  # in the names of the files
 TITLE_TIME: Final = "%Y-%m-%d %H:%M:%S"
@@ -202,9 +202,11 @@ class EfficiencyResult(RunFile):
     mfu: dict[str, EncoderResult]  # by encoder
     device_hours_per_million_reads: float | None
     kwh_per_million_reads: float | None
+    joules_per_million_tokens: float | None  # of the protein encoder, all devices
     price_per_million_reads: float | None
     checkpoint_overhead: float | None  # 0 to 1
     persistent_models_speedup: float | None  # over loading the models once more halfway
+    products: tuple[ProductRate, ...]  # the linear layers alone, measured before the run
 
     @classmethod
     def of(cls, report: Report) -> Self:
@@ -212,17 +214,21 @@ class EfficiencyResult(RunFile):
         run = report.run
         overhead = report.overhead
         encoders: tuple[EncoderMetrics, ...] = ()
+        joules_per_million_tokens = None
         if run is not None and run.telemetry is not None:
             encoders = run.telemetry.encoders
+            joules_per_million_tokens = run.telemetry.joules_per_million_tokens
         return cls(
             mfu={encoder.encoder: EncoderResult.of(encoder) for encoder in encoders},
             device_hours_per_million_reads=None if run is None else run.device_hours_per_million,
             kwh_per_million_reads=None if run is None else run.kwh_per_million,
+            joules_per_million_tokens=joules_per_million_tokens,
             price_per_million_reads=None if run is None else run.price_per_million,
             checkpoint_overhead=None if overhead is None else overhead.median,
             persistent_models_speedup=(
                 None if overhead is None else overhead.persistent_models_speedup
             ),
+            products=() if run is None else run.products,
         )
 
 

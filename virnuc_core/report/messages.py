@@ -20,6 +20,7 @@ from virnuc_core.report.views.speed import (
     unmeasured_device_counts,
 )
 from virnuc_core.report.views.tools import memory_history_lines
+from virnuc_core.runfiles import ModelFlops
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Trial
 from virnuc_core.training.splits import Examples
@@ -138,12 +139,22 @@ def baseline_message(summary: BaselineSummary, results: Path | None) -> str:
     return _in_one_line(f"{summary.name}: {message}")
 
 
-def ceiling_message(tokens_per_s: Mapping[str, float]) -> str:
-    """Return a message: the highest possible tokens/s of the protein encoder on each device."""
+def ceiling_message(flops: ModelFlops) -> str:
+    """Return a message: the highest possible tokens/s of the protein encoder on each device.
+
+    Args:
+        flops: The ceilings and the products that were measured. The fastest ones are named.
+    """
+    tokens_per_s = flops.protein_ceilings
     if not tokens_per_s:
         return "no GPU, no ceiling"
     rates = ", ".join(str(number(rate, 0)) for rate in tokens_per_s.values())
-    return f"linear layers of {PROTEIN.title} alone: {rates} tokens/s"
+    message = f"linear layers of {PROTEIN.title} alone: {rates} tokens/s"
+    fastest = ModelFlops.fastest(flops.products)
+    names = {rate.product: None for rate in fastest if rate.encoder == PROTEIN.name}
+    if names:
+        message += f" ({', '.join(names)})"
+    return message
 
 
 def overhead_message(pairs: Sequence[OverheadPair]) -> str:

@@ -74,10 +74,10 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
 
     # A run that was stopped at its limit has no telemetry; a file would be of an earlier attempt.
     telemetry = None
+    flops = summary.flops or ModelFlops()
     if not summary.stopped_at_limit:
         file = raw.telemetry(name, summary.telemetry)
         if file is not None:
-            flops = summary.flops or ModelFlops()
             telemetry = telemetry_metrics(file, devices, flops, precision, profile.window_s)
 
     was_resumed = summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1
@@ -97,6 +97,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         precision=precision or None,
         missing_files=tuple(missing_tables),
         telemetry=telemetry,
+        products=flops.products,
         hours_projected=costs.hours_projected,
         device_hours_per_million=costs.device_hours_per_million,
         kwh_per_million=costs.kwh_per_million,
@@ -248,6 +249,14 @@ def telemetry_metrics(
     energy_kwh = None  # a sum without some of the devices would be too small
     if energies and len(energies) == len(device_metrics):
         energy_kwh = sum(energies)
+    protein_tokens = 0
+    for metrics in encoders:
+        if metrics.encoder == PROTEIN.name:
+            protein_tokens = metrics.tokens
+    joules_per_million_tokens = None
+    if energy_kwh is not None and protein_tokens:
+        joules = energy_kwh * statistics.JOULES_PER_KWH
+        joules_per_million_tokens = joules / protein_tokens * 1e6
     return TelemetryMetrics(
         **dict(statistics.batch_metrics(batches)),
         file=file.name,
@@ -256,6 +265,7 @@ def telemetry_metrics(
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
         energy_kwh=energy_kwh,
+        joules_per_million_tokens=joules_per_million_tokens,
         host=statistics.host_usage(telemetry.host),
         alarms=statistics.alarms(telemetry.samples, span),
         starvation=starvation(telemetry.samples, telemetry.host, span),

@@ -12,7 +12,7 @@ from pydantic import Field
 from virnuc_core.answer import random_parts
 from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName, Molecule
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
+from virnuc_core.runfiles import Device, FileDigest, ProductRate, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.starvation import Starvation
 from virnuc_core.telemetry.statistics import (
     BatchMetrics,
@@ -90,6 +90,8 @@ class TelemetryMetrics(BatchMetrics):
     starvation: Starvation | None  # None: of a CPU or a cluster, or too short to tell
     # The run in stretches of about equal length, at most `MAX_WINDOWS`; a stall is one stretch
     windows: tuple[Window, ...]
+    # All that the devices took while embedding, by the tokens of the protein encoder
+    joules_per_million_tokens: float | None = None
 
     def encoder(self, name: EncoderName) -> EncoderMetrics | None:
         """Return the metrics of an encoder, or `None` if it had no batch."""
@@ -148,6 +150,7 @@ class RunMetrics(RunCounts):
     device_hours_per_million: float | None
     kwh_per_million: float | None
     price_per_million: float | None
+    products: tuple[ProductRate, ...] = ()  # measured just before the run
 
     @property
     def reads_per_s(self) -> float | None:

@@ -12,6 +12,7 @@ from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
 
 UNKNOWN: Final = "n/a"
+NOT_MEASURED: Final = "not measured"
 GIBIBYTE: Final = 1 << 30
 MAX_DECIMALS: Final = 6
 

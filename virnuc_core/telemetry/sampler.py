@@ -46,6 +46,9 @@ def gpu_reader(devices: Sequence[str]) -> Reader | None:
     def read(device: str, time_s: float) -> DeviceSample:
         """Read a GPU now. An error of NVML is not caught here."""
         reading = read_gpu(device)
+        power_limited = None
+        if reading.is_power_limited is not None:
+            power_limited = float(reading.is_power_limited)
         return DeviceSample(
             time_s,
             device,
@@ -53,6 +56,8 @@ def gpu_reader(devices: Sequence[str]) -> Reader | None:
             memory_used_bytes=reading.memory_used_bytes,
             power_w=reading.power_w,
             temperature_c=reading.temperature_c,
+            energy_j=reading.energy_j,
+            power_limited=power_limited,
         )
 
     return read

@@ -400,8 +400,9 @@ class DeviceUsage(RunFile):
     power_avg_w: float | None
     power_peak_w: float | None
     temperature_max_c: float | None
-    energy_kwh: float | None  # by the trapezoid rule; None with fewer than two power readings
+    energy_kwh: float | None  # None with fewer than two readings
     sample_count: int  # samples that tell the utilisation
+    power_limited: float | None = None  # share of the samples at the power limit, 0 to 1
 
 
 class HostUsage(RunFile):
@@ -423,10 +424,7 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
     """
     start_s, end_s = span or (-np.inf, np.inf)
     own = samples[(samples.device == device) & samples.time_s.between(start_s, end_s)]
-    metered_samples = own[own.power_w.notna()]
-    energy_kwh = None
-    if len(metered_samples) > 1:  # energy is power times the time between two readings
-        energy_kwh = np.trapezoid(metered_samples.power_w, metered_samples.time_s) / JOULES_PER_KWH
+    energy_j = _energy_j(own)
     return DeviceUsage(
         device=device,
         gpu_util_avg=none_if_nan(own.utilisation.mean()),
@@ -437,9 +435,30 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
         power_avg_w=none_if_nan(own.power_w.mean()),
         power_peak_w=none_if_nan(own.power_w.max()),
         temperature_max_c=none_if_nan(own.temperature_c.max()),
-        energy_kwh=energy_kwh,
+        energy_kwh=None if energy_j is None else energy_j / JOULES_PER_KWH,
         sample_count=int(own.utilisation.count()),
+        power_limited=none_if_nan(own.power_limited.mean()),
     )
+
+
+def _energy_j(samples: pd.DataFrame) -> float | None:
+    """Return the joules that a device took between its first and its last sample.
+
+    The device's own counter is taken. Where it has none, energy is power times the time between
+    two readings (the trapezoid rule). With fewer than two readings it is `None`.
+
+    Args:
+        samples: The samples of one device, in the order of their times.
+    """
+    counts = samples.energy_j.dropna()
+    if len(counts) > 1:
+        energy_j = float(counts.iloc[-1] - counts.iloc[0])
+        if energy_j >= 0:  # the counter begins again if the driver is loaded again
+            return energy_j
+    metered_samples = samples[samples.power_w.notna()]
+    if len(metered_samples) < 2:
+        return None
+    return float(np.trapezoid(metered_samples.power_w, metered_samples.time_s))
 
 
 def host_usage(samples: pd.DataFrame) -> HostUsage:

@@ -113,6 +113,9 @@ class DeviceSample:
     memory_used_bytes: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
+    # What files of older versions lack
+    energy_j: float | None = None  # all that the device has taken since its driver was loaded
+    power_limited: float | None = None  # 1: clocked down because of its power limit; 0: not
 
 
 @dataclass(frozen=True, slots=True)

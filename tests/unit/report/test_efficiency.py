@@ -110,3 +110,39 @@ def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
     text = further_text(build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
+
+
+PRODUCT = {
+    "encoder": "esm2",
+    "device": GPUS[0],
+    "product": "cuBLAS, int8",
+    "role": "library",
+    "tokens_per_s": 50_000.0,
+    "joules_per_million_tokens": 6_190.0,
+    "power_limited": 0.98,
+}
+
+
+def test_the_products_that_were_measured_are_named(tmp_path: Path) -> None:
+    profile = build(tmp_path)
+    unknown = {name: PRODUCT[name] for name in ("encoder", "device")}
+    unknown |= {"product": "fp8", "role": "reference"}
+    flops = {"esm2_ceiling_tokens_s": {}, "products": [PRODUCT, unknown]}
+    edit_json(tmp_path / "devices-2" / "summary.json", lambda body: body.update(flops=flops))
+    report = build_report(tmp_path, profile)
+    page = render(report)["report.md"]
+    assert "| cuBLAS, int8 | library | 50,000 | 6,190 | 98 |" in page
+    assert "| fp8 | reference, another number format | not measured" in page
+    products = json.loads(benchmark_json(report))["results"]["efficiency"]["products"]
+    assert [product["product"] for product in products] == ["cuBLAS, int8", "fp8"]
+
+
+def test_power_that_was_not_measured_is_said_to_be_so(tmp_path: Path) -> None:
+    report = build_report(tmp_path, build(tmp_path))
+    page = render(report)["report.md"]
+    assert f"while embedding: {GPUS[0]} not measured, {GPUS[1]} not measured" in page
+    # the energy comes from the samples of the power then
+    assert efficiency_facts(report)["J per million ESM-2 tokens"] != "not measured"
+    no_gpu = build_report(tmp_path / "cpu", build(tmp_path / "cpu", Recipe(gpu=None)))
+    assert efficiency_facts(no_gpu)["J per million ESM-2 tokens"] == "not measured"
+    assert "power limit" not in render(no_gpu)["report.txt"]

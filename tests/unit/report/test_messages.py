@@ -13,6 +13,7 @@ from virnuc_core.report import messages
 from virnuc_core.report.bottlenecks import TUNABLE_LOSSES
 from virnuc_core.report.model import Bottleneck, Criterion, Report, RunMetrics
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
+from virnuc_core.runfiles import ModelFlops, ProductRate
 from virnuc_core.training.splits import Examples
 from virnuc_core.validation import (
     BaselineSubset,
@@ -206,10 +207,24 @@ def test_overheads_are_medians_of_undisturbed_pairs() -> None:
 
 def test_the_ceiling_names_the_rate_of_each_device() -> None:
     rates = {"GPU-0": 51_234.4, "GPU-1": 49_000.0}
-    assert (
-        messages.ceiling_message(rates) == "linear layers of ESM-2 alone: 51,234, 49,000 tokens/s"
+    expected = "linear layers of ESM-2 alone: 51,234, 49,000 tokens/s"
+    assert messages.ceiling_message(ModelFlops(protein_ceilings=rates)) == expected
+    assert messages.ceiling_message(ModelFlops()) == "no GPU, no ceiling"
+
+
+def test_the_ceiling_names_the_fastest_product() -> None:
+    def rate(product: str, role: str, tokens_per_s: float) -> ProductRate:
+        return ProductRate(
+            encoder="esm2", device="GPU-0", product=product, role=role, tokens_per_s=tokens_per_s
+        )
+
+    products = (
+        rate("ours", "own", 230_000.0),
+        rate("cuBLAS, int8", "library", 239_000.0),
+        rate("fp8", "reference", 250_000.0),
     )
-    assert messages.ceiling_message({}) == "no GPU, no ceiling"
+    flops = ModelFlops(protein_ceilings={"GPU-0": 239_000.0}, products=products)
+    assert messages.ceiling_message(flops).endswith("alone: 239,000 tokens/s (cuBLAS, int8)")
 
 
 def test_a_split_names_what_was_left_out() -> None:

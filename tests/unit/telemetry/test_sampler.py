@@ -146,6 +146,19 @@ def test_a_sample_has_every_number_of_the_reading(monkeypatch: pytest.MonkeyPatc
     assert sample_gpus("GPU-aaaa", 2.0).utilisation == 11.0
 
 
+def test_a_sample_has_the_energy_and_the_power_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = {
+        "GPU-aaaa": Reading(energy_j=12.5, is_power_limited=True),
+        "GPU-bbbb": Reading(is_power_limited=False),
+    }
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(readings=readings))
+    sample_gpus = gpu_reader(DEVICES)
+    assert sample_gpus is not None
+    limited, free = sample_gpus("GPU-aaaa", 2.0), sample_gpus("GPU-bbbb", 2.0)
+    assert (limited.energy_j, limited.power_limited) == (12.5, 1.0)
+    assert (free.energy_j, free.power_limited) == (None, 0.0)
+
+
 def test_memory_of_children_is_counted() -> None:
     import subprocess
     import sys

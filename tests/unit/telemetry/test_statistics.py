@@ -243,6 +243,28 @@ def test_an_hour_at_360_watts_is_0_36_kwh() -> None:
     assert device_usage(table, "GPU-a").energy_kwh == pytest.approx(0.36)
 
 
+def counted(energies_j: list[float | None], limited: list[float | None]) -> list[DeviceSample]:
+    """Samples of a device at 360 W that counts its energy, one a second."""
+    return [
+        DeviceSample(float(i), "GPU-a", 90.0, power_w=360.0, energy_j=energy, power_limited=limit)
+        for i, (energy, limit) in enumerate(zip(energies_j, limited, strict=True))
+    ]
+
+
+def test_energy_is_that_of_the_devices_own_counter() -> None:
+    table = record_table(DeviceSample, counted([1000.0, None, 1700.0, 9000.0], [1, 0, 1, 1]))
+    usage = device_usage(table, "GPU-a", (0.0, 2.0))
+    assert usage.energy_kwh == pytest.approx(700 / 3.6e6)
+    assert usage.power_limited == pytest.approx(2 / 3)
+
+
+def test_a_counter_that_began_again_is_not_taken() -> None:
+    table = record_table(DeviceSample, counted([5000.0, 10.0, 400.0], [None] * 3))
+    usage = device_usage(table, "GPU-a")
+    assert usage.energy_kwh == pytest.approx(720 / 3.6e6), "two seconds at 360 W"
+    assert usage.power_limited is None
+
+
 def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None:
     levels = [95.0] * 20 + [30.0] * 12 + [95.0] * 20
     table = record_table(DeviceSample, samples("GPU-a", levels))

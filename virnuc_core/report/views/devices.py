@@ -1,11 +1,13 @@
 """Views of the devices at work: utilisation, packing, and the queue of batches."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import Criterion, TelemetryMetrics
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import (
+    NOT_MEASURED,
     UNKNOWN,
     Mark,
     Number,
@@ -17,6 +19,7 @@ from virnuc_core.report.text import (
     percent,
     target_text,
 )
+from virnuc_core.runfiles import ProductRate
 from virnuc_core.telemetry.starvation import Starvation, StarvationVerdict
 from virnuc_core.telemetry.statistics import QueueShares
 from virnuc_core.telemetry.tables import GPU_STAGES
@@ -28,6 +31,12 @@ STARVATION_ADVICE: Final[dict[StarvationVerdict, str]] = {
     "waits for other things": (
         "The CPU had time: look at commits, the disk, and restarts of workers."
     ),
+}
+# What a measured product is, by its role
+PRODUCT_ROLES: Final = {
+    "own": "own product",
+    "library": "library",
+    "reference": "reference, another number format",
 }
 
 
@@ -42,6 +51,8 @@ def utilisation_section(telemetry: TelemetryMetrics, criterion: Criterion) -> Se
     )
     table = Table(device_rows(telemetry))
     sentences = [sentence.rstrip()]
+    if any(device.sample_count for device in telemetry.devices):
+        sentences.append(power_limit_sentence(telemetry))
     if telemetry.starvation is not None:
         sentences.append(starvation_sentence(telemetry.starvation))
     return Section("GPU Utilization", sentences=sentences, tables=[table])
@@ -55,6 +66,19 @@ def starvation_sentence(starvation: Starvation) -> str:
         f"GPU and CPU on one clock: {starvation.verdict}. A GPU was under 50 % busy at {idle} of "
         f"{cell(starvation.moments)} moments while embedding, and at {busy} with a core of the "
         f"host at its limit. {STARVATION_ADVICE[starvation.verdict]}"
+    )
+
+
+def power_limit_sentence(telemetry: TelemetryMetrics) -> str:
+    """Return a sentence on how long each GPU stood at its power limit, and on its energy."""
+    parts = []
+    for device in telemetry.devices:
+        share = percent(device.power_limited, 0, " % of the samples") or NOT_MEASURED
+        parts.append(f"{device.device} {share}")
+    joules = number(telemetry.joules_per_million_tokens, 0, " J") or NOT_MEASURED
+    return one_line(
+        f"At the power limit, which lowers the clock, while embedding: {', '.join(parts)}. "
+        f"Energy for a million {PROTEIN.title} tokens, all devices and both encoders: {joules}."
     )
 
 
@@ -127,6 +151,7 @@ def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
                 "Peak Mem (GiB)": gibibytes(device.mem_used_peak),
                 "Allocated (GiB)": gibibytes(peak_bytes.get(device.device)),
                 "Power (W)": number(device.power_avg_w, 0),
+                "At power limit %": percent(device.power_limited, 0, "") or NOT_MEASURED,
                 "Max °C": number(device.temperature_max_c, 0),
                 "kWh": number(device.energy_kwh, 4),
                 "Samples": device.sample_count,
@@ -218,3 +243,31 @@ def encoder_rows(telemetry: TelemetryMetrics) -> list[Row]:
         }
         for encoder in telemetry.encoders
     ]
+
+
+def products_section(products: Sequence[ProductRate]) -> Section:
+    """Return the section on the matrix products alone, as they were measured just before the run.
+
+    Without products, as on a CPU, it is empty.
+    """
+    rows: list[Row] = [
+        {
+            "GPU": rate.device,
+            "Encoder": GPU_STAGES[rate.encoder],
+            "Product": rate.product,
+            "Role": PRODUCT_ROLES[rate.role],
+            "Alone (tokens/s)": number(rate.tokens_per_s, 0) or NOT_MEASURED,
+            "Alone (J per million tokens)": (
+                number(rate.joules_per_million_tokens, 0) or NOT_MEASURED
+            ),
+            "Alone (% at power limit)": percent(rate.power_limited, 0, "") or NOT_MEASURED,
+        }
+        for rate in products
+    ]
+    if not rows:
+        return Section("Linear layers alone")
+    sentence = (
+        "The linear layers of each encoder without anything else, measured just before the run. "
+        "The fastest product in the number format of the run is the ceiling."
+    )
+    return Section("Linear layers alone", sentences=[sentence], tables=[Table(rows)])

@@ -12,6 +12,7 @@ from virnuc_core.report.views.criteria import (
 )
 from virnuc_core.report.views.devices import (
     packing_section,
+    products_section,
     utilisation_section,
     windows_section,
 )
@@ -41,11 +42,12 @@ def report_sections(report: Report) -> list[Section]:
         Section("GPU Scaling", tables=[Table(scaling_rows(report))]),
     ]
     telemetry = None if report.run is None else report.run.telemetry
-    if telemetry is not None:
+    if report.run is not None and telemetry is not None:
         criterion = report.criterion("gpu_utilisation")
         sections += [
             utilisation_section(telemetry, criterion),
             packing_section(telemetry),
+            products_section(report.run.products),
             windows_section(telemetry),
         ]
     sections += [

@@ -14,6 +14,7 @@ from virnuc_core.report.model import (
 )
 from virnuc_core.report.sections import Row, Section, Table, with_columns_of_first
 from virnuc_core.report.text import (
+    NOT_MEASURED,
     Mark,
     Number,
     number,
@@ -216,13 +217,16 @@ def efficiency_facts(report: Report) -> dict[str, str]:
 
     on_cpu = run is not None and run.devices and run.devices[0].kind == "cpu"
     device_hours = "Core-hours" if on_cpu else "GPU-hours"
-    hours = energy = price = None
+    hours = energy = price = joules = None
     if run is not None:
         hours = number(run.device_hours_per_million, 3)
         energy = number(run.kwh_per_million, 3)
         price = number(run.price_per_million, 2)
+        if run.telemetry is not None:
+            joules = number(run.telemetry.joules_per_million_tokens, 0)
     facts[f"{device_hours} per million reads"] = hours or NOT_RUN
     facts["kWh per million reads"] = energy or NOT_RUN
+    facts[f"J per million {PROTEIN.title} tokens"] = joules or NOT_MEASURED
     facts["Price per million reads"] = price or NOT_RUN
     if report.profile.price_per_device_hour is None:
         facts["Price per million reads"] = "not run (the profile gives no price)"
