@@ -26,6 +26,7 @@ from virnuc_core.input_names import expand_input
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
+Gelu = Literal["exact", "tanh"]
 BaselineName = Literal["vanilla", "v1"]
 OnError = Literal["stop", "skip"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -71,6 +72,10 @@ class EngineSpec(Spec):
     attention: Attention = Field(
         "auto", description="attention backend; auto chooses once per device and records it"
     )
+    gelu: Gelu = Field(
+        "exact",
+        description=f"GELU of {PROTEIN.title}; tanh: an approximation, faster in fp16 and bf16",
+    )
     token_budget: int = Field(
         16_384, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"
     )
@@ -107,7 +112,32 @@ class EngineSpec(Spec):
     )
 
 
-RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens")
+RESULT_FIELDS = (
+    *("precision", "attention", "gelu", "token_budget", "dna_token_budget", "shard_tokens"),
+)
+
+
+def gelu_problem(gelu: Gelu, precision: str, attention: str, kind: str) -> str:
+    """Return why a form of GELU cannot run with other settings; "" if it can.
+
+    The library computes GELU by tanh together with the product before it. This is done only for
+    numbers of 16 bits, on a GPU, and with our kernels around it.
+
+    Args:
+        gelu: The form of GELU.
+        precision: The number format, with `auto` replaced.
+        attention: The implementation of the encoders: auto, fused or reference.
+        kind: The kind of device: cuda or cpu.
+    """
+    if gelu == "exact":
+        return ""
+    if kind != "cuda":
+        return f"gelu '{gelu}' needs a CUDA device, this is {kind}; use exact"
+    if precision not in ("fp16", "bf16"):
+        return f"gelu '{gelu}' wants precision fp16 or bf16, not {precision}; use exact"
+    if attention == "reference":
+        return f"gelu '{gelu}' wants attention fused, not reference; use exact"
+    return ""
 
 
 class TraceOptions(Spec):

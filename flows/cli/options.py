@@ -89,7 +89,8 @@ OPTION_GROUPS: Final = (
     OptionGroup(
         "Speed",
         (
-            *("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens"),
+            *("precision", "attention", "gelu", "token_budget", "dna_token_budget"),
+            "shard_tokens",
             *("num_workers", "prefetch_factor", "stage_workers", "settings"),
             "disable_checkpointing",
         ),

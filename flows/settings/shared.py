@@ -15,6 +15,7 @@ from virnuc_core.config import (
     ClassifySpec,
     Devices,
     EngineSpec,
+    Gelu,
     LiveSpec,
     Precision,
     ReadingSpec,
@@ -27,6 +28,7 @@ from virnuc_core.rundir import check_output, run_lock
 # lists of words, so that the UI shows a choice; an optional type would be a switch between types
 PrecisionChoice = Literal["default", Precision]
 AttentionChoice = Literal["default", Attention]
+GeluChoice = Literal["default", Gelu]
 
 
 class ComputeSettings(Spec):
@@ -46,6 +48,10 @@ class ComputeSettings(Spec):
     )
     attention: AttentionChoice = Field(
         "default", description="attention backend; auto chooses once per device"
+    )
+    gelu: GeluChoice = Field(
+        "default",
+        description=f"GELU of {PROTEIN.title}; tanh: an approximation, faster in fp16 and bf16",
     )
     token_budget: int | None = Field(
         None, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"

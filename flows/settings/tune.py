@@ -8,7 +8,7 @@ from pydantic import Field
 
 from virnuc.flows.settings.measured import PROFILE_HELP
 from virnuc.flows.settings.shared import RunSettings
-from virnuc_core.config import Attention, Precision
+from virnuc_core.config import Attention, Gelu, Precision
 from virnuc_core.encoder_names import DNA, PROTEIN
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
@@ -21,6 +21,7 @@ SWEPT: Final = {
     "token_budgets": "token_budget",
     "dna_token_budgets": "dna_token_budget",
     "attentions": "attention",
+    "gelus": "gelu",
     "precisions": "precision",
     "loader_workers": "num_workers",
     "prefetch_factors": "prefetch_factor",
@@ -83,6 +84,7 @@ class TuneSettings(RunSettings):
         (), description=f"slots of one {DNA.title} batch to try"
     )
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
+    gelus: tuple[Gelu, ...] = Field((), description="forms of GELU to try")
     precisions: tuple[Precision, ...] = Field((), description="precisions to try")
     loader_workers: tuple[Loaders, ...] = Field(
         (0, 2, 4), description="loader processes of one device to try"

@@ -4,7 +4,8 @@
     python tests/benchmarks/bench_encoders.py --variants fused,reference --lengths 52 --budgets 16384
     python tests/benchmarks/bench_encoders.py --device cpu --seconds 0.2   # tiny models: a smoke test
 
-A variant is what runs the layers: our kernels (fused) or plain torch (reference).
+A variant is what runs the layers: our kernels (fused), the same with GELU by tanh (fused-tanh), or plain torch
+(reference).
 The products alone are measured with what runs use, and in int8 also with the library behind torch. The fastest
 one is the ceiling. Products of fp8 are a reference. Energy is that of the card's own counter.
 Weights are random; nothing is written but the JSON file.
@@ -147,12 +148,17 @@ def build(
     shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, device: torch.device
 ) -> Esm2 | DnabertS:
     """The encoder of a variant with random weights; `VirnucError` when it cannot run on the device."""
-    if variant not in ("fused", "reference"):
-        raise SystemExit(f"variant '{variant}': wanted fused or reference")
+    if variant not in ("fused", "fused-tanh", "reference"):
+        raise SystemExit(f"variant '{variant}': wanted fused, fused-tanh or reference")
+    backend, _, gelu = variant.partition("-")
     way: Any = {
         "precision": precision,
-        "attention": choose_backend(variant, shape.head_dim, device),
+        "attention": choose_backend(backend, shape.head_dim, device),  # type: ignore[arg-type]
     }
+    if gelu:
+        if not isinstance(shape, Esm2Shape) or precision not in ("fp16", "bf16"):
+            raise VirnucError("GELU by tanh is for ESM-2 in fp16 and bf16")
+        way["gelu"] = gelu
     if isinstance(shape, Esm2Shape):
         return Esm2(shape, partial(random_tensor, shape), device, **way)
     return DnabertS(shape, partial(random_tensor, shape), device, **way)

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from safetensors import safe_open
 
-from virnuc_core.config import Attention, EngineSpec, Precision, read_small_text
+from virnuc_core.config import (
+    Attention,
+    EngineSpec,
+    Gelu,
+    Precision,
+    gelu_problem,
+    read_small_text,
+)
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.model_config import CONFIG, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.registry import (
@@ -33,7 +40,7 @@ from virnuc_core.encoders.registry import (
     encoder_named,
 )
 from virnuc_core.encoders.tensor_names import MERGE_ADVICE, TensorHeader, match_tensors
-from virnuc_core.errors import WeightsError
+from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.system_errors import (
     is_folder,
     is_regular_file,
@@ -453,6 +460,7 @@ def load_encoder(
     device: torch.device,
     precision: Precision = "auto",
     attention: Attention = "auto",
+    gelu: Gelu = "exact",
 ) -> E:
     """Load an encoder of a models directory to a device, ready to embed.
 
@@ -462,6 +470,7 @@ def load_encoder(
         device: Where the encoder runs.
         precision: Number format. An encoder without int8 runs in fp16 if int8 is requested.
         attention: Which implementation runs the layers: auto, fused or reference.
+        gelu: Form of the activation. An encoder without a plain GELU always has the exact one.
 
     Raises:
         WeightsError: The weights, or the calibration for int8, cannot be used.
@@ -479,6 +488,11 @@ def load_encoder(
         precision = "fp16"
     resolved_precision = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
+    if not network.HAS_PLAIN_GELU:
+        gelu = "exact"
+    problem = gelu_problem(gelu, resolved_precision, backend, device.type)
+    if problem:
+        raise ConfigError(problem)
     calibration = None
     if resolved_precision == "int8":
         calibration = as_calibration(read_calibration(models, encoder).layers)
@@ -489,6 +503,7 @@ def load_encoder(
         precision=resolved_precision,
         attention=backend,
         calibration=calibration,
+        gelu=gelu,
     )
 
 
@@ -516,7 +531,7 @@ def load_models(
     Args:
         models: Models directory.
         device: Where the models run.
-        engine: Settings: precision and attention backend.
+        engine: Settings: precision, attention backend and GELU.
         warm: A function that runs a first batch through an encoder, which compiles its kernels. It
             is called in the loading thread as soon as an encoder is loaded. If it runs out of
             memory, because another encoder is still being loaded, it is called again at the end.
@@ -536,7 +551,9 @@ def load_models(
     def load(info: EncoderInfo) -> Encoder:
         """Load one encoder and warm it up. Note it if there was not enough memory to warm up."""
         network = NETWORKS[info.name]
-        encoder = load_encoder(network, models, device, engine.precision, engine.attention)
+        encoder = load_encoder(
+            network, models, device, engine.precision, engine.attention, engine.gelu
+        )
         try:
             warm(encoder)
         except torch.OutOfMemoryError:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from virnuc_core.config import Gelu
 from virnuc_core.encoders.backends import Affine, BackendName, load_backend
 from virnuc_core.encoders.model_config import AnyEncoderShape
 from virnuc_core.encoders.precision import DTYPES, Resolved, quantise_rows, rotated
@@ -253,6 +254,7 @@ class Encoder(ABC):
 
     INFO: ClassVar[EncoderInfo]  # its entry in the registry
     FEED_FORWARD: ClassVar[FeedForward]
+    HAS_PLAIN_GELU: ClassVar[bool] = False  # GELU of a product, without a gate
 
     def __init__(
         self,
@@ -263,6 +265,7 @@ class Encoder(ABC):
         precision: Resolved,
         attention: BackendName,
         calibration: Calibration | None = None,
+        gelu: Gelu = "exact",
     ) -> None:
         """Load the weights to a device, converted to the format in which the network runs.
 
@@ -275,11 +278,14 @@ class Encoder(ABC):
                 operations ("reference").
             calibration: For int8, the statistics of the inputs of its linear layers, layer by
                 layer. None: no layer computes in int8.
+            gelu: Form of the activation: exact, or its approximation by tanh. Only for encoders
+                with `HAS_PLAIN_GELU`.
         """
         self.shape = shape
         self.width = shape.width
         self.precision: Resolved = precision
         self.attention: BackendName = attention
+        self.gelu: Gelu = gelu
         # Calibration for int8 replaces this function by one that also records the inputs.
         self.apply_linear = apply_linear
         self._backend = load_backend(attention)

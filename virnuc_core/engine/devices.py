@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from virnuc_core import gpus
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, gelu_problem
 from virnuc_core.engine.kernel_cache import kernel_cache_variables
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device, version_of
@@ -214,11 +214,15 @@ def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSp
     """Return the settings with the precision `auto` replaced: fp16 on a GPU, fp32 on a CPU.
 
     Raises:
-        ConfigError: The requested precision needs a GPU, and the device is a CPU.
+        ConfigError: The requested precision needs a GPU, and the device is a CPU. Or the requested
+            GELU cannot run with the other settings.
     """
     precision = engine.precision
     if precision == "auto":
         precision = "fp16" if kind == "cuda" else "fp32"
     if kind == "cpu" and precision != "fp32":
         raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
+    problem = gelu_problem(engine.gelu, precision, engine.attention, kind)
+    if problem:
+        raise ConfigError(problem)
     return engine.model_copy(update={"precision": precision})

@@ -98,6 +98,8 @@ def result_settings(engine: EngineSpec, repeat_threshold: float | None = None) -
     settings: dict[str, Any] = {"compile": False, "dedup": True}
     for name in RESULT_FIELDS:
         settings[name] = getattr(engine, name)
+    if engine.gelu == "exact":  # so it was before the setting existed
+        del settings["gelu"]
     if repeat_threshold is not None:
         settings["threshold"] = repeat_threshold
     return settings

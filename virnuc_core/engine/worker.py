@@ -336,6 +336,7 @@ class Worker:
             "torch": torch.__version__,
             "attention": {encoder.INFO.name: encoder.attention for encoder in encoders},
             "precision": {encoder.INFO.name: encoder.precision for encoder in encoders},
+            "gelu": {encoder.INFO.name: encoder.gelu for encoder in encoders},
             "int8_product": self._describe_int8_product(),
         }
 

@@ -94,7 +94,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         devices=devices,
         label=device_label(devices),
         times_s=times.seconds,
-        precision=precision or None,
+        precision=_precision_label(record),
         missing_files=tuple(missing_tables),
         telemetry=telemetry,
         products=flops.products,
@@ -271,6 +271,16 @@ def telemetry_metrics(
         starvation=starvation(telemetry.samples, telemetry.host, span),
         windows=_report_windows(telemetry, span, window_s),
     )
+
+
+def _precision_label(record: RunRecord) -> str | None:
+    """Return the arithmetic of a run in words, or `None` if its record does not tell."""
+    precision = record.resolved.get("precision")
+    if not precision:
+        return None
+    if record.resolved.get("gelu") == "tanh":
+        return f"{precision}, tanh GELU"
+    return str(precision)
 
 
 def _report_windows(

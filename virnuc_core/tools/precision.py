@@ -63,6 +63,7 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
         update={
             "precision": "fp32",
             "attention": "reference",
+            "gelu": "exact",
             "token_budget": EXACT_TOKENS,
             "dna_token_budget": EXACT_TOKENS,
             "shard_tokens": EXACT_TOKENS,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from virnuc_core.encoders import models as encoder_models
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.model_config import Esm2Shape
-from virnuc_core.encoders.models import Esm2
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
+from virnuc_core.errors import ConfigError
 
 from .encoder_batches import packed, proteins
 
@@ -153,3 +156,40 @@ def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
     assert (esm2.attention, esm2.precision) == ("reference", "fp32")
     assert esm2.width == 64
     assert esm2.shape.linear_weights == 2 * 12 * 64**2  # two layers of 12 width² weights each
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by tanh as Hendrycks and Gimpel (2016) write it."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def test_tanh_gelu_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_tensor = match_tensors(Path("oracle"), oracle().state_dict(), SHAPE)
+    build = partial(Esm2, SHAPE, read_tensor, CPU, precision="fp32", attention="reference")
+    batch = packed(Esm2Tokenizer(), [b"MKTAYIAK", b"GSHM"], slots=64, capacity=4)
+    exact = build().embed(batch)[:2]
+    by_tanh = build(gelu="tanh").embed(batch)[:2]
+    assert not torch.equal(by_tanh, exact)
+    assert torch.nn.functional.cosine_similarity(by_tanh, exact).min() > 0.9999
+    monkeypatch.setattr(encoder_models.F, "gelu", tanh_gelu)
+    assert torch.allclose(build().embed(batch)[:2], by_tanh, atol=1e-5)
+
+
+def test_with_the_kernels_gelu_is_computed_within_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_tensor = match_tensors(Path("oracle"), oracle().state_dict(), SHAPE)
+    esm2 = Esm2(SHAPE, read_tensor, CPU, precision="fp32", attention="reference", gelu="tanh")
+    x = torch.randn(6, SHAPE.width, generator=torch.Generator().manual_seed(5))
+    expected = esm2._tanh_gelu(x, esm2.layers[0].up)
+    monkeypatch.setattr(esm2, "_backend", replace(esm2._backend, has_kernels=True))
+    got = esm2._tanh_gelu(x, esm2.layers[0].up)
+    # On a CPU this product computes the exact GELU, which differs by less than 5e-4.
+    assert torch.allclose(got, expected, atol=1e-3)
+
+
+def test_gelu_by_tanh_is_refused_on_a_cpu(models: Path) -> None:
+    with pytest.raises(ConfigError, match="gelu 'tanh' needs a CUDA device, this is cpu"):
+        load_encoder(Esm2, models, CPU, gelu="tanh")
+    dnabert_s = load_encoder(DnabertS, models, CPU, gelu="tanh")  # it has a gated unit
+    assert dnabert_s.gelu == "exact"

@@ -335,3 +335,17 @@ def _base(precision: Resolved, way: BackendName) -> Tensor:
         shape, partial(random_tensor, shape), GPU, precision=precision, attention=way
     )
     return encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_gelu_by_tanh_is_that_of_torch_and_near_the_exact_one(precision: Resolved) -> None:
+    build = partial(Esm2, WIDE, partial(random_tensor, WIDE), GPU, precision=precision)
+    batch = protein_batch(list(range(48)))
+    fused = build(attention="fused", gelu="tanh").embed(batch)[:48].double()
+    plain = build(attention="reference", gelu="tanh").embed(batch)[:48].double()
+    exact = build(attention="fused").embed(batch)[:48].double()
+    assert not torch.equal(fused, exact)
+    for other in (plain, exact):
+        middle = other.mean(0)
+        cosines = torch.nn.functional.cosine_similarity(fused - middle, other - middle)
+        assert cosines.min() > {"fp16": 0.999, "bf16": 0.99}[precision]

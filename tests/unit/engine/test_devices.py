@@ -6,19 +6,21 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pynvml
 import pytest
 
 from tests.fake_gpus import FakeGpus
 from virnuc_core import gpus
-from virnuc_core.config import Devices
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine import devices
 from virnuc_core.engine.devices import (
     auto_remark,
     environment,
     open_context,
     resolve,
+    resolve_engine,
     visible_gpus,
 )
 from virnuc_core.errors import ConfigError, DeviceError
@@ -219,3 +221,30 @@ def test_the_first_gpu_has_its_context_made_or_is_left_to_torch(
     monkeypatch.setattr(ctypes, "CDLL", load)
     open_context()
     assert requests == called
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("cpu", {}, "gelu 'tanh' needs a CUDA device, this is cpu; use exact"),
+        ("cuda", {"precision": "int8"}, "wants precision fp16 or bf16, not int8"),
+        ("cuda", {"precision": "fp32"}, "wants precision fp16 or bf16, not fp32"),
+        ("cuda", {"attention": "reference"}, "wants attention fused, not reference"),
+    ],
+)
+def test_gelu_by_tanh_is_refused_in_one_line_where_it_cannot_run(
+    kind: Literal["cpu", "cuda"], changes: dict[str, str], problem: str
+) -> None:
+    engine = EngineSpec.model_validate({"gelu": "tanh"} | changes)
+    with pytest.raises(ConfigError) as error_info:
+        resolve_engine(engine, kind)
+    assert problem in str(error_info.value)
+    assert "\n" not in str(error_info.value)
+    exact = EngineSpec.model_validate(changes) if kind == "cuda" else EngineSpec()
+    assert resolve_engine(exact, kind).gelu == "exact"
+
+
+def test_gelu_by_tanh_runs_in_16_bits_on_a_gpu() -> None:
+    for precision in ("auto", "fp16", "bf16"):
+        engine = EngineSpec.model_validate({"gelu": "tanh", "precision": precision})
+        assert resolve_engine(engine, "cuda").gelu == "tanh"

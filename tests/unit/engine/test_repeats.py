@@ -331,6 +331,20 @@ def test_the_threshold_decides_results_of_int8_and_of_nothing_else() -> None:
     assert shards.result_settings(EIGHT, 0.7) == shards.result_settings(EIGHT) | {"threshold": 0.7}
 
 
+def test_gelu_by_tanh_is_a_run_of_its_own_and_the_exact_one_is_as_before() -> None:
+    offsets = np.arange(10) * 30
+    exact = EngineSpec(precision="fp16")
+    by_tanh = exact.model_copy(update={"gelu": "tanh"})
+    fingerprints = {
+        shards.plan_run(offsets, engine, PRINTS, "cuda")[1].fingerprint
+        for engine in (exact, by_tanh)
+    }
+    assert len(fingerprints) == 2
+    assert shards.result_settings(by_tanh)["gelu"] == "tanh"
+    # runs that began before the setting existed must go on
+    assert "gelu" not in shards.result_settings(exact)
+
+
 def test_tasks_carry_the_threshold_over_a_cluster(
     staged: Staged, plan: ShardPlan, tmp_path: Path
 ) -> None:

@@ -23,11 +23,16 @@ from virnuc.flows.prefect_flows.predict import predict
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.flows.settings.predict import PredictSettings
-from virnuc.flows.settings.shared import AttentionChoice, ComputeSettings, PrecisionChoice
+from virnuc.flows.settings.shared import (
+    AttentionChoice,
+    ComputeSettings,
+    GeluChoice,
+    PrecisionChoice,
+)
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.settings.validate import ValidateSettings
 from virnuc_core.allowed_paths import require_allowed_options
-from virnuc_core.config import Attention, Devices, EngineSpec, Precision, RunSpec, Spec
+from virnuc_core.config import Attention, Devices, EngineSpec, Gelu, Precision, RunSpec, Spec
 from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile
@@ -370,7 +375,8 @@ def test_the_form_and_the_model_agree_on_devices(devices: str, good: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("choice", "words"), [(PrecisionChoice, Precision), (AttentionChoice, Attention)]
+    ("choice", "words"),
+    [(PrecisionChoice, Precision), (AttentionChoice, Attention), (GeluChoice, Gelu)],
 )
 def test_the_form_offers_every_word_the_engine_knows(choice: object, words: object) -> None:
     assert get_args(choice) == ("default", *get_args(words))

@@ -146,3 +146,14 @@ def test_power_that_was_not_measured_is_said_to_be_so(tmp_path: Path) -> None:
     no_gpu = build_report(tmp_path / "cpu", build(tmp_path / "cpu", Recipe(gpu=None)))
     assert efficiency_facts(no_gpu)["J per million ESM-2 tokens"] == "not measured"
     assert "power limit" not in render(no_gpu)["report.txt"]
+
+
+def test_a_run_with_gelu_by_tanh_has_a_precision_of_its_own(tmp_path: Path) -> None:
+    profile = build(tmp_path)
+    record = tmp_path / "devices-2" / "run.json"
+    before = build_report(tmp_path, profile).run
+    edit_json(record, lambda body: body["resolved"].update(gelu="tanh"))
+    after = build_report(tmp_path, profile).run
+    assert before is not None
+    assert after is not None
+    assert after.precision == f"{before.precision}, tanh GELU"
