@@ -34,9 +34,17 @@ from torch import Tensor
 
 from virnuc_core.encoders.backends import choose_backend
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
+from virnuc_core.encoders.layers import Calibration, InputStatistics
+from virnuc_core.encoders.model_config import (
+    DNABERT_SIZES,
+    ESM2_SIZES,
+    PRODUCTS,
+    DnabertShape,
+    Esm2Shape,
+)
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.precision import Resolved, resolve_precision
+from virnuc_core.encoders.quantise import CalibrationRecorder
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
 from virnuc_core.runfiles import ModelFlops
@@ -144,6 +152,26 @@ def mixed_batch(name: Name, vocab: int, device: torch.device) -> PackedBatch:
     return PackedBatch(tokens, cu_seqlens, rows, 256, n_real).to(device)
 
 
+def calibrate(shape: Esm2Shape, device: torch.device) -> Calibration:
+    """Measure the inputs of the linear layers of ESM-2 on a batch of random rows, for int8."""
+    probe = Esm2(
+        shape,
+        partial(random_tensor, shape),
+        device,
+        precision="fp16" if device.type == "cuda" else "fp32",
+        attention="reference",
+    )
+    recorder = CalibrationRecorder(probe)
+    probe.apply_linear = recorder
+    probe.embed(mixed_batch("esm2", shape.vocab, device))
+    tables = recorder.tensors()
+    calibration = []
+    for i in range(shape.layers):
+        statistics = {name: InputStatistics(*tables[f"layers.{i}.{name}"]) for name in PRODUCTS}
+        calibration.append(statistics)
+    return calibration
+
+
 def build(
     shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, device: torch.device
 ) -> Esm2 | DnabertS:
@@ -159,6 +187,10 @@ def build(
         if not isinstance(shape, Esm2Shape) or precision not in ("fp16", "bf16"):
             raise VirnucError("GELU by tanh is for ESM-2 in fp16 and bf16")
         way["gelu"] = gelu
+    if precision == "int8":
+        if not isinstance(shape, Esm2Shape):
+            raise VirnucError("int8 is for ESM-2; in an int8 run DNABERT-S computes in fp16")
+        way["calibration"] = calibrate(shape, device)
     if isinstance(shape, Esm2Shape):
         return Esm2(shape, partial(random_tensor, shape), device, **way)
     return DnabertS(shape, partial(random_tensor, shape), device, **way)
