@@ -127,7 +127,7 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
         "--concurrency-limit",
         "1",
     )
-    succeed(server, "deploy", "flows/prefect_flows/predict.py:predict", *deployments)
+    succeed(server, "deploy", "virnuc.flows.prefect_flows.predict.predict", *deployments)
 
     def ended() -> FlowRun | None:
         with get_client(sync_client=True) as client:
