@@ -18,11 +18,17 @@ class SampleFamiliarity(Spec):
 
     verdict: Verdict
     compared: int = 0  # reads that have an open frame of a usual length
-    far: int = 0  # of these
+    far: int = 0  # of these, by themselves unlike all that the classifier was trained on
     # Shares of far reads among those of one genome of a known kind: the share that 95 of 100
     # genomes do not exceed, and the largest one.
     usual_share: float = 0.0
     largest_share: float = 0.0
+    # Mean distance of the reads to the nearest kind, as a multiple of that of reads of known kinds,
+    # and the same of one genome of a known kind: what 95 of 100 do not exceed, and the largest.
+    # None: the classifier is of an older version, which did not measure it.
+    mean_distance: float = 0.0
+    usual_distance: float | None = None
+    largest_distance: float | None = None
 
     @property
     def share(self) -> float:
@@ -31,7 +37,7 @@ class SampleFamiliarity(Spec):
 
     @property
     def is_outside(self) -> bool:
-        """Return whether the sample has more far reads than genomes of known kinds have."""
+        """Return whether the sample is farther from the training than known kinds are."""
         return self.verdict in UNLIKE_TRAINING
 
     @property
@@ -43,9 +49,8 @@ class SampleFamiliarity(Spec):
             return "too few reads to tell whether they are like those of the training"
         if self.verdict == "familiar":
             return "the reads are like those of the classifier's training"
-        share = f"{100 * self.share:.1f} %"
         return (
-            f"{self.verdict.upper()} SAMPLE: {share} of the reads are unlike all that the "
+            f"{self.verdict.upper()} SAMPLE: the reads, taken together, are unlike all that the "
             "classifier was trained on"
         )
 
@@ -62,12 +67,19 @@ class SampleFamiliarity(Spec):
         if self.verdict == "familiar":
             return ""
         share = f"{100 * self.share:.1f} %"
+        distance = ""
+        if self.usual_distance is not None:
+            distance = (
+                f"The mean distance of all reads is {self.mean_distance:.2f} times that of reads "
+                f"of known kinds (95 of 100 genomes: at most {self.usual_distance:.2f}; none more "
+                f"than {self.largest_distance:.2f}). "
+            )
         return (
             f"{self.far:,} of {self.compared:,} reads ({share}) are unlike all that the classifier "
             "was trained on (flag unfamiliar in reads.tsv). Of the genomes that its training held "
             f"out, 95 of 100 have at most {100 * self.usual_share:.1f} % such reads, and none has "
-            f"more than {100 * self.largest_share:.1f} %. The sample is {self.verdict}: its "
-            "verdicts may be wrong in a way that no figure of the classifier foretells."
+            f"more than {100 * self.largest_share:.1f} %. {distance}The sample is {self.verdict}: "
+            "its verdicts may be wrong in a way that no figure of the classifier foretells."
         )
 
 

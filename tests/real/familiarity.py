@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from virnuc_core.encoders.composition import (
     TrainingComposition,
-    compare_reads,
     judge_sample,
+    read_distances,
 )
 from virnuc_core.proportions import wilson_interval
 from virnuc_core.training.familiarity import fit_composition
@@ -54,19 +54,14 @@ class Material:
         assert composition is not None
         return composition
 
-    def far_reads(
+    def ask(
         self, composition: TrainingComposition, is_asked: NDArray[np.bool_], name: str
     ) -> pd.DataFrame:
-        """Return kind, cluster and `is_far` of reads that have an open frame."""
+        """Return kind, cluster and distance of reads that can be compared with a training."""
         chosen = np.flatnonzero(is_asked)
         store = stage_reads([self.store_reads[read] for read in chosen], self.folder / name)
-        is_far = compare_reads(store, composition).is_far
-        assert is_far is not None
-        has_frame = np.asarray(store.read_rows) > 0
-        table = pd.DataFrame(
-            {"kind": self.kinds[chosen], "cluster": self.clusters[chosen], "is_far": is_far}
-        )
-        return table[has_frame]
+        table = pd.DataFrame({"kind": self.kinds[chosen], "cluster": self.clusters[chosen]})
+        return table.assign(distance=read_distances(store, composition)).dropna()
 
 
 def cut_material(genomes: Iterable[Genome], length: int, folder: Path) -> Material:
@@ -91,47 +86,61 @@ class Asked:
     """A genome whose reads a training was asked about, which it did not contain."""
 
     composition: TrainingComposition
-    is_far: NDArray[np.bool_]  # [reads with an open frame]
+    distances: NDArray[np.float64]  # [reads that could be compared]
+
+    @property
+    def far_share(self) -> float:
+        """Return the share of reads that are far by themselves."""
+        return float((self.distances >= self.composition.far_from).mean())
+
+    def is_told(self, size: int, rng: np.random.Generator) -> bool:
+        """Return whether a sample of some of the reads, drawn with replacement, is outside."""
+        sample = rng.choice(self.distances, size=size)
+        return judge_sample(self.composition, sample).is_outside
 
 
-def genomes_of(composition: TrainingComposition, far: pd.DataFrame) -> list[Asked]:
-    """Return the genomes of a table of far reads, with the training that was asked."""
+def genomes_of(composition: TrainingComposition, asked: pd.DataFrame) -> list[Asked]:
+    """Return the genomes of a table of distances, with the training that was asked."""
     return [
-        Asked(composition, flags.to_numpy(bool)) for _, flags in far.groupby("cluster")["is_far"]
+        Asked(composition, distances.to_numpy())
+        for _, distances in asked.groupby("cluster")["distance"]
     ]
 
 
 def row_of(title: str, genomes: list[Asked], length: int) -> str:
     """Return a line of the table: share of far reads, and of samples that are told, by genomes."""
     rng = np.random.default_rng(0)
-    shares = np.array([genome.is_far.mean() for genome in genomes])
+    shares = np.array([genome.far_share for genome in genomes])
     means = rng.choice(shares, size=(1000, len(shares))).mean(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
     cells = [f"{shares.mean():.2f} [{low:.2f}, {high:.2f}]"]
     for size in SAMPLE_SIZES:
-        n_told = 0
-        for genome in genomes:
-            n_far = int(rng.choice(genome.is_far, size=size).sum())
-            n_told += judge_sample(genome.composition, size, n_far).is_outside
+        n_told = sum(genome.is_told(size, rng) for genome in genomes)
         interval = wilson_interval(n_told / len(shares), len(shares))
         cells.append(f"{n_told} of {len(shares)} [{interval.low:.2f}, {interval.high:.2f}]")
     return f"| {title} | {length} | {' | '.join(cells)} |"
 
 
-def known_rows(material: Material, kinds: Iterable[str], title: str, length: int) -> list[str]:
-    """Return the lines of known kinds, whose genomes are held out in folds."""
+def ask_known(material: Material, kinds: Iterable[str], title: str) -> dict[str, list[Asked]]:
+    """Return the genomes of each known kind, which are held out in folds."""
     is_known = np.isin(material.kinds, list(kinds))
     genomes_of_kind: dict[str, list[Asked]] = {}
     for fold in range(FOLDS):
         is_asked = is_known & (material.clusters % FOLDS == fold)
         name = f"{title}-{fold}".replace(" ", "_")
         composition = material.train(is_known & ~is_asked, f"{name}-train")
-        far = material.far_reads(composition, is_asked, f"{name}-asked")
-        for kind, of_kind in far.groupby("kind"):
+        asked = material.ask(composition, is_asked, f"{name}-asked")
+        for kind, of_kind in asked.groupby("kind"):
             # A kind with a single genome is unknown where that is held out.
             if str(kind) in composition.kinds:
                 genomes = genomes_of(composition, of_kind)
                 genomes_of_kind.setdefault(str(kind), []).extend(genomes)
+    return genomes_of_kind
+
+
+def known_rows(material: Material, kinds: Iterable[str], title: str, length: int) -> list[str]:
+    """Return the lines of known kinds."""
+    genomes_of_kind = ask_known(material, kinds, title)
     return [
         row_of(f"{title}: known {kind}", genomes, length)
         for kind, genomes in sorted(genomes_of_kind.items())
@@ -151,17 +160,17 @@ def measure(wheels: Path, data: Path, out: Path) -> list[str]:
         for kind in all_kinds:
             is_kind = material.kinds == kind
             if kind not in NARROW:
-                far = material.far_reads(composition, is_kind, f"narrow-{kind}".replace(" ", "_"))
+                asked = material.ask(composition, is_kind, f"narrow-{kind}".replace(" ", "_"))
                 lines.append(
-                    row_of(f"two kinds: foreign {kind}", genomes_of(composition, far), length)
+                    row_of(f"two kinds: foreign {kind}", genomes_of(composition, asked), length)
                 )
         lines += known_rows(material, all_kinds, "all kinds", length)
         for kind in all_kinds:
             is_kind = material.kinds == kind
             name = f"without-{kind}".replace(" ", "_")
             without = material.train(~is_kind, name)
-            far = material.far_reads(without, is_kind, f"{name}-asked")
-            lines.append(row_of(f"all but it: foreign {kind}", genomes_of(without, far), length))
+            asked = material.ask(without, is_kind, f"{name}-asked")
+            lines.append(row_of(f"all but it: foreign {kind}", genomes_of(without, asked), length))
     return lines
 
 

@@ -7,7 +7,9 @@ varied. A run compares its own frames with that.
 The distance of a frame is its squared Mahalanobis distance to the nearest kind (Lee et al. 2018, A
 simple unified framework for detecting out-of-distribution samples, NeurIPS 31), over the square
 roots of its 64 shares of codons. The distance of a chunk is that of its nearest frame, and the
-distance of a read is the mean over its chunks.
+distance of a read is the mean over its chunks. A sample is judged by two numbers: the share of its
+reads that are far, and the mean distance of all its reads. The mean also tells a sample whose reads
+are each a little too far.
 """
 
 from collections.abc import Iterator
@@ -58,7 +60,8 @@ class TrainingComposition(Spec):
     schema_version: int = 1
     kinds: dict[str, KindComposition]
     whitening: Annotated[tuple[Numbers, ...], Field(min_length=N_CODONS, max_length=N_CODONS)]
-    # The mean distance of a frame with n codons is the first number plus the second one ÷ n.
+    # The mean distance of a read with frames of n codons is the first number plus the second one
+    # ÷ n.
     expected_distance: tuple[float, float]
     codons: tuple[int, int]  # of the shortest and the longest frame of the training
     far_from: float  # a read with this distance ÷ the expected one, or more, is far
@@ -66,6 +69,10 @@ class TrainingComposition(Spec):
     # share that 95 % of these genomes do not exceed, and the largest one.
     usual_share: float
     largest_share: float
+    # The same of the mean distance of the reads of one genome. Heads that were trained by an older
+    # version have no such limit.
+    usual_distance: float | None = None
+    largest_distance: float | None = None
     genomes_held_out: int
 
     @model_validator(mode="after")
@@ -242,28 +249,40 @@ def compare_with_training(store: OrfStore, folder: Path) -> ComparedReads:
 def compare_reads(store: OrfStore, composition: TrainingComposition) -> ComparedReads:
     """Compare the reads of a store with the training data of a classifier.
 
-    Beside the store, which is mapped, this needs four bytes for each distinct sequence, and one for
-    each read.
+    Beside the store, which is mapped, this needs four bytes for each distinct sequence, and nine
+    for each read.
 
     Args:
         store: The staged reads.
         composition: The composition of the training data.
     """
+    distances = read_distances(store, composition)
+    is_far = distances >= composition.far_from  # NaN is not far
+    sample = judge_sample(composition, distances)
+    return ComparedReads(is_far, sample, tuple(composition.kinds))
+
+
+def read_distances(store: OrfStore, composition: TrainingComposition) -> Floats:
+    """Return how far each read of a store is from the training data of a classifier.
+
+    Args:
+        store: The staged reads.
+        composition: The composition of the training data.
+
+    Returns:
+        Multiples of the expected distance, [reads]; NaN for reads that cannot be compared.
+    """
     distances = np.empty(store.n_uniques, np.float32)
     for low in range(0, store.n_uniques, BLOCK_UNIQUES):
         high = min(low + BLOCK_UNIQUES, store.n_uniques)
         distances[low:high] = composition.distances(count_codons(store, low, high))
-    is_far = np.zeros(store.n_reads, bool)
-    n_compared = 0
+    distances_of_reads = np.full(store.n_reads, np.nan)
     for rows in _row_blocks(store):
         reads = np.asarray(store.row_read[rows], np.int64)
         chunks = np.asarray(store.row_chunk[rows], np.int64)
         frame_distances = distances[store.row_unique[rows]].astype(np.float64)
-        read_distances = distances_by_group(frame_distances, chunks, reads)
-        n_compared += int((~np.isnan(read_distances)).sum())
-        is_far[np.unique(reads)] = read_distances >= composition.far_from  # NaN is not far
-    sample = judge_sample(composition, n_compared, int(is_far.sum()))
-    return ComparedReads(is_far, sample, tuple(composition.kinds))
+        distances_of_reads[np.unique(reads)] = distances_by_group(frame_distances, chunks, reads)
+    return distances_of_reads
 
 
 def _row_blocks(store: OrfStore) -> Iterator[slice]:
@@ -276,29 +295,49 @@ def _row_blocks(store: OrfStore) -> Iterator[slice]:
         row = end
 
 
-def judge_sample(composition: TrainingComposition, n_reads: int, n_far: int) -> SampleFamiliarity:
-    """Say whether a sample has more far reads than a genome of a known kind.
+def judge_sample(composition: TrainingComposition, distances: Floats) -> SampleFamiliarity:
+    """Say whether the reads of a sample are farther from the training than a known genome's.
+
+    Either number is enough: the share of far reads, or the mean distance of all reads.
 
     Args:
         composition: The composition of the training data.
-        n_reads: Reads of the sample that could be compared.
-        n_far: Those of them that are far.
+        distances: What `read_distances` returns, [reads]; reads with NaN are not counted.
     """
-    share = n_far / max(1, n_reads)
+    compared = distances[~np.isnan(distances)]
+    n_far = int((compared >= composition.far_from).sum())
+    share = n_far / max(1, len(compared))
+    mean_distance = 0.0
+    if len(compared):
+        mean_distance = float(compared.mean())
+    largest_distance = _limit(composition.largest_distance)
+    usual_distance = _limit(composition.usual_distance)
+    is_beyond_all = share > composition.largest_share or mean_distance > largest_distance
+    is_unusual = share > composition.usual_share or mean_distance > usual_distance
     verdict: Verdict = "familiar"
-    if n_reads < MIN_READS:
+    if len(compared) < MIN_READS:
         verdict = "too few reads"
-    elif share > composition.largest_share:
+    elif is_beyond_all:
         verdict = "unfamiliar"
-    elif share > composition.usual_share:
+    elif is_unusual:
         verdict = "partly unfamiliar"
     return SampleFamiliarity(
         verdict=verdict,
-        compared=n_reads,
+        compared=len(compared),
         far=n_far,
         usual_share=composition.usual_share,
         largest_share=composition.largest_share,
+        mean_distance=mean_distance,
+        usual_distance=composition.usual_distance,
+        largest_distance=composition.largest_distance,
     )
+
+
+def _limit(distance: float | None) -> float:
+    """Return a limit of the mean distance, which no sample exceeds if there is none."""
+    if distance is None:
+        return np.inf
+    return distance
 
 
 def composition_rows(values: NDArray[Any]) -> tuple[tuple[float, ...], ...]:

@@ -89,8 +89,8 @@ def add_summaries(summaries: Sequence[RunSummary]) -> RunSummary:
     outside = [summary.familiarity for summary in summaries if _is_outside(summary)]
     if outside:
         remarks[
-            f"{len(outside)} of {len(summaries)} samples have more reads unlike the classifier's "
-            "training than genomes of known kinds have; the answer of each says more"
+            f"{len(outside)} of {len(summaries)} samples are farther from the classifier's "
+            "training than genomes of known kinds are; the answer of each says more"
         ] = None
     short_counts = [summary.n_short for summary in summaries]
     known_short_counts = [count for count in short_counts if count is not None]

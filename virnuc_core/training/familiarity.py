@@ -33,7 +33,7 @@ from virnuc_core.sample_familiarity import MIN_READS
 FOLDS: Final = 5
 MAX_FRAMES: Final = 400  # of one cluster of genomes, so that a large one does not count for many
 MIN_FRAMES: Final = 2 * N_CODONS  # of a kind; with fewer it has no mean of its own
-MIN_GENOME_READS: Final = 20  # of a held-out cluster, to measure a share of far reads
+MIN_GENOME_READS: Final = 20  # of a held-out cluster, to measure its share and mean
 USUAL: Final = 0.95  # share of the reads of a kind, and of the genomes, that are within the limits
 MIN_CODONS_RATIO: Final = 1.2  # of longest to shortest frames, to measure the effect of length
 
@@ -80,11 +80,19 @@ def fit_composition(store: OrfStore, rows: pd.DataFrame, seed: int) -> TrainingC
     base, per_codon = _expected_distance(distances[is_held_out], n_codons[is_held_out])
     distances = distances / (base + per_codon / np.maximum(1, n_codons))
     reads = _reads_of_rows(rows, distances)
+    if len(reads) < MIN_READS:
+        return None
+    # The nearest frame of a chunk decides, so a read is nearer than a frame. With this scale the
+    # mean distance of held-out reads is 1.
+    scale = float(reads["distance"].mean())
+    reads["distance"] /= scale
     far_from = float(reads.groupby("kind")["distance"].quantile(USUAL).max())
     reads["is_far"] = reads["distance"] >= far_from
-    genomes = reads.groupby("cluster")["is_far"].agg(["mean", "size"])
-    shares = genomes.loc[genomes["size"] >= MIN_GENOME_READS, "mean"].to_numpy()
-    if len(shares) == 0 or len(reads) < MIN_READS:
+    genomes = reads.groupby("cluster").agg(
+        reads=("is_far", "size"), share=("is_far", "mean"), distance=("distance", "mean")
+    )
+    genomes = genomes[genomes["reads"] >= MIN_GENOME_READS]
+    if genomes.empty:
         return None
     fit = _fit(rows["kind"].to_numpy(), features)
     false_alarms = reads.groupby("kind")["is_far"].mean()
@@ -103,12 +111,14 @@ def fit_composition(store: OrfStore, rows: pd.DataFrame, seed: int) -> TrainingC
     return TrainingComposition(
         kinds=kinds,
         whitening=composition_rows(fit.whitening),
-        expected_distance=(base, per_codon),
+        expected_distance=(scale * base, scale * per_codon),
         codons=(int(n_codons.min()), int(n_codons.max())),
         far_from=far_from,
-        usual_share=float(np.quantile(shares, USUAL, method="higher")),
-        largest_share=float(shares.max()),
-        genomes_held_out=len(shares),
+        usual_share=float(np.quantile(genomes["share"], USUAL, method="higher")),
+        largest_share=float(genomes["share"].max()),
+        usual_distance=float(np.quantile(genomes["distance"], USUAL, method="higher")),
+        largest_distance=float(genomes["distance"].max()),
+        genomes_held_out=len(genomes),
     )
 
 

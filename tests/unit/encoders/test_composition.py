@@ -40,9 +40,11 @@ def composition() -> TrainingComposition:
         whitening=rows,
         expected_distance=(1.0, 0.0),
         codons=(40, 60),
-        far_from=0.5,
+        far_from=2.0,
         usual_share=0.1,
         largest_share=0.2,
+        usual_distance=1.25,
+        largest_distance=1.5,
         genomes_held_out=3,
     )
 
@@ -105,10 +107,58 @@ def test_a_read_has_the_mean_of_its_nearest_frames() -> None:
         (0, 0, "too few reads"),
     ],
 )
-def test_a_sample_is_judged_by_its_share(
+def test_a_sample_is_judged_by_its_share_of_far_reads(
     n_reads: int, n_far: int, verdict: str, composition: TrainingComposition
 ) -> None:
-    assert judge_sample(composition, n_reads, n_far).verdict == verdict
+    distances = np.full(n_reads, 0.5)  # so near that the mean stays usual
+    distances[:n_far] = 2.0
+    sample = judge_sample(composition, distances)
+    assert (sample.verdict, sample.far) == (verdict, n_far)
+
+
+@pytest.mark.parametrize(
+    ("n_reads", "mean_distance", "verdict"),
+    [
+        (1000, 1.25, "familiar"),
+        (1000, 1.2501, "partly unfamiliar"),
+        (1000, 1.5, "partly unfamiliar"),
+        (1000, 1.5001, "unfamiliar"),
+        (49, 9.0, "too few reads"),
+        (0, 0.0, "too few reads"),
+    ],
+)
+def test_a_sample_is_judged_by_its_mean_distance(
+    n_reads: int, mean_distance: float, verdict: str, composition: TrainingComposition
+) -> None:
+    distances = np.full(n_reads, mean_distance)
+    not_compared = np.full(10, np.nan)  # reads without an open frame
+    sample = judge_sample(composition, np.concatenate([not_compared, distances]))
+    assert sample.verdict == verdict
+    assert sample.compared == n_reads
+    assert sample.far == n_reads * (mean_distance >= composition.far_from)
+    assert sample.mean_distance == pytest.approx(mean_distance)
+
+
+def test_many_reads_a_little_too_far_make_a_sample_unfamiliar(
+    composition: TrainingComposition,
+) -> None:
+    """None of the reads is far enough to be told by itself, but all are farther than usual."""
+    sample = judge_sample(composition, np.full(200, 1.6))
+    assert (sample.far, sample.verdict) == (0, "unfamiliar")
+    assert "1.60 times" in sample.remark
+    assert "1.25" in sample.remark
+    assert "1.50" in sample.remark
+
+
+def test_a_head_of_an_older_version_judges_by_the_share_alone(
+    composition: TrainingComposition,
+) -> None:
+    without_limits = {"usual_distance": None, "largest_distance": None}
+    older = composition.model_copy(update=without_limits)
+    assert judge_sample(older, np.full(200, 1.9)).verdict == "familiar"
+    sample = judge_sample(older, np.full(200, 2.0))
+    assert sample.verdict == "unfamiliar"
+    assert "mean distance" not in sample.remark
 
 
 def test_it_is_read_as_it_was_written(composition: TrainingComposition, tmp_path: Path) -> None:

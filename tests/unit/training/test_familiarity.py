@@ -40,6 +40,7 @@ def test_it_says_what_was_seen(composition: TrainingComposition) -> None:
     assert {kind.reads for kind in composition.kinds.values()} == {GENOMES * READS}
     assert composition.genomes_held_out == 2 * GENOMES
     assert composition.usual_share <= composition.largest_share
+    assert 1 < composition.usual_distance <= composition.largest_distance
 
 
 def test_false_alarms_are_at_most_one_in_twenty_of_each_kind(
@@ -71,6 +72,11 @@ def test_new_genomes_are_judged_by_their_kind(
     assert compared.sample.verdict in verdicts
     assert compared.sample.far == compared.is_far.sum()
     assert compared.sample.compared == len(reads)
+    if "familiar" in verdicts:
+        assert compared.sample.mean_distance == pytest.approx(1, abs=0.15)
+    else:
+        assert compared.sample.mean_distance > compared.sample.largest_distance > 1
+        assert compared.sample.share > compared.sample.largest_share
 
 
 def test_far_reads_are_those_of_the_foreign_kind(
