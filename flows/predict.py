@@ -1,7 +1,7 @@
 """The daily work: reads in, VirNucPro's two result files out."""
 
 from virnuc.flows.settings.predict import PredictSettings
-from virnuc.flows.shared_steps import publish_prediction
+from virnuc.flows.shared_steps import load_page_modules, publish_prediction
 from virnuc.flows.staged_run import staged_run
 from virnuc.tasks.outcome import REUSED, Outcome, completed
 from virnuc_core.runfiles import RunSummary
@@ -24,6 +24,7 @@ def predict(settings: PredictSettings) -> Outcome[RunSummary]:
 
         return predict_samples(settings)
     with staged_run(settings) as staged:
+        load_page_modules()  # while the workers load
         embedding = staged.embed()
         summary = embedding.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)

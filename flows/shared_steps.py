@@ -1,5 +1,6 @@
 """Steps that several flows take: staging the reads of a run, and publishing a prediction."""
 
+from contextlib import suppress
 from typing import TypeVar
 
 from virnuc.flows.settings.measured import MeasureSettings
@@ -68,6 +69,19 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
     spec = stage_spec(settings, settings.models)
     store = RunDir(settings.out).store
     return stage(spec, store, label=label, force=settings.force).result()
+
+
+def load_page_modules() -> None:
+    """Import what the summary page needs, matplotlib above all, before it is needed.
+
+    A prediction calls this while it waits for something else. A damaged package may raise errors of
+    any type here. None of them ends the run before its results: `publish_prediction` raises it.
+    """
+    with suppress(Exception):
+        import virnuc_core.report.summary_page  # noqa: F401 - only to be loaded
+        from virnuc_core.report.charts import import_matplotlib
+
+        import_matplotlib()
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:

@@ -17,6 +17,7 @@ from virnuc.flows.cli.server_choice import ChosenServer, choose_server
 from virnuc.flows.parameters import PRIVATE_FIELDS
 from virnuc.flows.preflight import preflight
 from virnuc.flows.running_alone import warn_of_running_alone
+from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
 from virnuc_core.command_time import note_command, waited_s
@@ -81,7 +82,10 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
             else:
                 _report_progress(settings, "Prefect is loaded")
                 from virnuc.flows.flow_run import run_flow
+                from virnuc.flows.shared_steps import load_page_modules
 
+                if isinstance(settings, PredictSettings):
+                    load_page_modules()  # while the server starts
                 fallback = None if server.is_needed else run_alone
                 outcome = run_flow(flow, values, lambda: _wait_for(server, settings), fallback)
     _raise_failure(outcome)

@@ -118,6 +118,9 @@ class TemporaryServer:
         with httpx.Client(auth=(USER, self.password), trust_env=False) as client:
             while True:
                 timeout_s = min(limit_s, POLL_S)
+                if self.process.poll() is not None:
+                    # Another user may have its port now, and must not get the password.
+                    raise httpx.ConnectError("its process has ended")
                 try:
                     client.get(f"{self.url}/health", timeout=timeout_s).raise_for_status()
                     return

@@ -324,8 +324,8 @@ def _chart(
     return Chart(title, description, _svg(draw, data, *options))
 
 
-def _import_matplotlib() -> None:
-    """Import matplotlib without its warning that there is no home directory.
+def import_matplotlib() -> None:
+    """Import what drawings need of matplotlib, without its warning that there is no home directory.
 
     Its cache is in a temporary folder then, and the warning would stand in the output of every run.
     The level of its log is restored, because a notebook may use matplotlib as well.
@@ -334,7 +334,8 @@ def _import_matplotlib() -> None:
     level = matplotlib_log.level
     matplotlib_log.setLevel(logging.ERROR)
     try:
-        import matplotlib  # noqa: F401 - the import itself warns
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401 - the import itself warns
     finally:
         matplotlib_log.setLevel(level)
 
@@ -349,7 +350,7 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
         data: The data to draw. It must be hashable.
         options: Further arguments of `draw`.
     """
-    _import_matplotlib()
+    import_matplotlib()
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -279,3 +279,21 @@ def test_no_link_is_followed_for_the_lock(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         FirstUse(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_another_that_has_taken_the_port_of_a_dead_server_is_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_connection.connection, "embedded", None)  # `wait` sets it
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    process.wait()
+    with process, socket.socket() as other, tempfile.TemporaryFile() as log:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        other.setblocking(False)
+        url = f"http://127.0.0.1:{other.getsockname()[1]}/api"
+        server = TemporaryServer(process, url, "secret", log, "do without")
+        with pytest.raises(VirnucError, match="its process has ended"):
+            server.wait()
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            other.accept()
