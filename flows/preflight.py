@@ -57,7 +57,7 @@ def preflight(settings: FlowSettings) -> Devices:
     engine = EngineSpec()
     if not cluster:
         devices = resolve(Devices.parse(settings.devices))
-        engine = resolve_engine(settings.engine(), devices[0].kind)
+        engine = resolve_engine(settings.engine(), devices)
 
     head = _check_models(settings)
     n_rows = _check_reads(settings, head.model_length)

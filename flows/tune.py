@@ -30,7 +30,7 @@ def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     profile = load_profile(settings.profile)
     devices = preflight(settings)
     # The present settings are the first candidate, with which all others are compared.
-    base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
+    base = resolve_engine(settings.engine(), resolve(devices))
     candidates = make_candidates(base, settings.swept())
     label = sample_name(settings.all_inputs)
     announce(label, profile.name, devices.kind)

@@ -114,8 +114,7 @@ def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> 
     """
     out = settings.out
     devices = Devices.parse(settings.devices)
-    device_kind = resolve(devices)[0].kind
-    base = resolve_engine(tuned_engine(out, settings.engine()), device_kind)
+    base = resolve_engine(tuned_engine(out, settings.engine()), resolve(devices))
     bench = Bench(RunDir(out).store, settings.models, devices, report.profile.sample_s)
     sweep = Sweep(out, bench, base, report.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
     candidates = make_candidates(base, KNOBS[loss_kind])

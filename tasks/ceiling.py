@@ -23,7 +23,7 @@ def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> Outcome[Mode
         engine: Settings of the runs.
     """
     devices = resolve(bench.devices)
-    resolved_engine = resolve_engine(engine, devices[0].kind)
+    resolved_engine = resolve_engine(engine, devices)
     with device_slots(devices):
         flops = measure_ceilings(bench.models, devices, resolved_engine, out / "logs")
     return completed(flops, messages.ceiling_message(flops))

@@ -25,6 +25,7 @@ from virnuc_core.errors import MAX_SHOWN_LETTERS, ConfigError, VirnucError, join
 from virnuc_core.input_names import expand_input
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
+Int8Kernels = Literal["auto", "hopper", "triton"]
 Attention = Literal["auto", "fused", "reference"]
 Gelu = Literal["exact", "tanh"]
 BaselineName = Literal["vanilla", "v1"]
@@ -75,6 +76,11 @@ class EngineSpec(Spec):
     gelu: Gelu = Field(
         "exact",
         description=f"GELU of {PROTEIN.title}; tanh: an approximation, faster in fp16 and bf16",
+    )
+    int8_kernels: Int8Kernels = Field(
+        "auto",
+        description="what rounds rows to int8; auto: the library for Hopper GPUs (H100, H200) if "
+        "all devices are such, else Triton",
     )
     token_budget: int = Field(
         16_384, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"

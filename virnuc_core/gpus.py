@@ -67,6 +67,7 @@ class Gpu:
 
     uuid: str
     name: str  # its model, for example NVIDIA H100 80GB HBM3
+    capability: tuple[int, int] | None = None  # compute capability, (9, 0) for an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +451,16 @@ def _gpus_in_cuda_order(count: int) -> list[Gpu]:
     if not devices and _names_a_gpu(setting or "", count):
         problem = f"{VISIBLE_VARIABLE}={setting!r} names GPUs of the driver, and CUDA finds none"
         raise NvmlError(problem, _CUDA_LIBRARY)
-    return [Gpu(device.uuid(), device.name()) for device in devices]
+    return [Gpu(device.uuid(), device.name(), _capability(device)) for device in devices]
+
+
+def _capability(device: Any) -> tuple[int, int] | None:
+    """Return the compute capability of a device of nvitop's; None if the driver does not tell."""
+    capability = device.cuda_compute_capability()
+    if not isinstance(capability, tuple):  # nvitop's NA is a text
+        return None
+    major, minor = capability
+    return major, minor
 
 
 def _names_a_gpu(setting: str, count: int) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from virnuc_core import runfiles
 from virnuc_core.command_time import note_finished_run
-from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
+from virnuc_core.config import INPUT_FIELDS, ClassifySpec, EngineSpec, Precision, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import part_folder, shape_of, weight_facts
 from virnuc_core.encoders.composition import (
@@ -246,7 +246,7 @@ def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool
     if spec.cluster is not None:
         return nodes_of(spec, out).pool(keep=keep, warm=warm)
     devices = resolve(spec.devices)
-    engine = resolve_engine(spec.engine, devices[0].kind)
+    engine = resolve_engine(spec.engine, devices)
     specs = worker_specs(spec.models, devices, engine)  # what each worker process is started with
     return Pool(specs, local_workers(WORKER, specs), keep=keep, warm=warm)
 
@@ -523,7 +523,7 @@ def prepare(
     if devices is None:
         devices = resolve(spec.devices)
     kind = devices[0].kind
-    engine = resolve_engine(spec.engine, kind)
+    engine = resolve_engine(_with_recorded_kernels(run, spec), devices)
     fingerprints = {"reads": store.fingerprint, **_model_digests(run, spec, engine.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
@@ -585,6 +585,26 @@ def prepare(
     if found.todo and engine.commit:
         _check_room_for_results(job)
     return job
+
+
+def _with_recorded_kernels(run: RunDir, spec: ClassifySpec) -> EngineSpec:
+    """Return the settings of a run, with the kernels for int8 with which the run began.
+
+    A run that began with one kind of kernels goes on with it, also on other GPUs. Otherwise its
+    results would be a mixture. This concerns the choice `auto` only.
+
+    Args:
+        run: The run directory.
+        spec: The settings of the command.
+    """
+    engine = spec.engine
+    if spec.force or engine.int8_kernels != "auto":
+        return engine
+    recorded_run = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
+    if recorded_run is None or recorded_run.resolved.get("precision") != "int8":
+        return engine
+    recorded_kernels = recorded_run.resolved.get("int8_kernels", "triton")
+    return engine.model_copy(update={"int8_kernels": recorded_kernels})
 
 
 def _open_staged_store(

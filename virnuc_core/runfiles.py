@@ -328,6 +328,8 @@ class Device(RunFile):
     kind: Literal["cuda", "cpu"]
     name: str  # as the driver or the processor reports it
     core: int | None = None  # CPU only: the core to which its worker is pinned
+    # GPU only: its compute capability, (9, 0) for an H100. None: the driver does not tell it.
+    capability: tuple[int, int] | None = None
 
     @property
     def local(self) -> str:

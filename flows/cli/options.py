@@ -89,9 +89,15 @@ OPTION_GROUPS: Final = (
     OptionGroup(
         "Speed",
         (
-            *("precision", "attention", "gelu", "token_budget", "dna_token_budget"),
-            "shard_tokens",
-            *("num_workers", "prefetch_factor", "stage_workers", "settings"),
+            *("precision", "attention", "gelu", "int8_kernels", "token_budget"),
+            *(
+                "dna_token_budget",
+                "shard_tokens",
+                "num_workers",
+                "prefetch_factor",
+                "stage_workers",
+                "settings",
+            ),
             "disable_checkpointing",
         ),
     ),

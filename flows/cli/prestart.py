@@ -31,7 +31,7 @@ def prestart_workers(settings: FlowSettings, prestarted: ExitStack) -> None:
     from virnuc_core.engine.process import WORKER, LocalWorkers, worker_specs
 
     devices = resolve(Devices.parse(settings.devices))
-    engine = resolve_engine(settings.engine(), devices[0].kind)
+    engine = resolve_engine(settings.engine(), devices)
     if settings.force or not _has_results(settings.out):
         specs = worker_specs(settings.models, devices, engine)
         prestarted.enter_context(LocalWorkers(WORKER, specs))

@@ -16,6 +16,7 @@ from virnuc_core.config import (
     Devices,
     EngineSpec,
     Gelu,
+    Int8Kernels,
     LiveSpec,
     Precision,
     ReadingSpec,
@@ -29,6 +30,7 @@ from virnuc_core.rundir import check_output, run_lock
 PrecisionChoice = Literal["default", Precision]
 AttentionChoice = Literal["default", Attention]
 GeluChoice = Literal["default", Gelu]
+Int8KernelsChoice = Literal["default", Int8Kernels]
 
 
 class ComputeSettings(Spec):
@@ -52,6 +54,11 @@ class ComputeSettings(Spec):
     gelu: GeluChoice = Field(
         "default",
         description=f"GELU of {PROTEIN.title}; tanh: an approximation, faster in fp16 and bf16",
+    )
+    int8_kernels: Int8KernelsChoice = Field(
+        "default",
+        description="what rounds rows to int8; auto: the library for H100 and H200 if all devices "
+        "are such, else Triton",
     )
     token_budget: int | None = Field(
         None, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"

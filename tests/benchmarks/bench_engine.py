@@ -324,9 +324,9 @@ def measure(
         "commit": _commit(),
         "reads": options.reads,
         "read_length": options.read_length,
-        "engine": resolve_engine(
-            spec, resolve(Devices.parse(options.devices[0]))[0].kind
-        ).model_dump(mode="json"),
+        "engine": resolve_engine(spec, resolve(Devices.parse(options.devices[0]))).model_dump(
+            mode="json"
+        ),
     }
     return rows, bare_run, facts
 

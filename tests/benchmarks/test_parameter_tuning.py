@@ -20,7 +20,7 @@ SWEPT = {"token_budget": (BUDGET // 2, BUDGET), "prefetch_factor": (2, 4)}
 
 def test_sweep(benchmark: Any, job: Callable[[str], Job], tmp_path: Path) -> None:
     staged_job, requested_devices = job("medium"), Devices.parse(devices(1))
-    base = resolve_engine(staged_job.engine, resolve(requested_devices)[0].kind)
+    base = resolve_engine(staged_job.engine, resolve(requested_devices))
     bench = Bench(staged_job.store.path, staged_job.spec.models, requested_devices)
     candidates = make_candidates(base, SWEPT)
     sweep = Sweep(tmp_path, bench, base, load_profile("ci-smoke"), 1, "grid")

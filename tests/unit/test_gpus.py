@@ -106,7 +106,10 @@ def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
 ) -> None:
     def gpu(name: str) -> SimpleNamespace:
         return SimpleNamespace(
-            uuid=lambda: f"GPU-{name}", name=lambda: name, is_mig_mode_enabled=lambda: has_slices
+            uuid=lambda: f"GPU-{name}",
+            name=lambda: name,
+            is_mig_mode_enabled=lambda: has_slices,
+            cuda_compute_capability=lambda: nvitop.NA if has_slices else (9, 0),
         )
 
     physical = [gpu(f"physical {number}") for number in range(count)]
@@ -118,7 +121,8 @@ def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
     if cuda_visible_devices is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda_visible_devices)
     name = "as CUDA has it" if asks_cuda else "physical 0"
-    assert Nvml().visible() == [Gpu(f"GPU-{name}", name)]
+    capability = None if has_slices else (9, 0)
+    assert Nvml().visible() == [Gpu(f"GPU-{name}", name, capability)]
 
 
 class Device:

@@ -22,6 +22,7 @@ from virnuc_core.config import (
     Attention,
     EngineSpec,
     Gelu,
+    Int8Kernels,
     Precision,
     gelu_problem,
     read_small_text,
@@ -461,6 +462,7 @@ def load_encoder(
     precision: Precision = "auto",
     attention: Attention = "auto",
     gelu: Gelu = "exact",
+    int8_kernels: Int8Kernels = "auto",
 ) -> E:
     """Load an encoder of a models directory to a device, ready to embed.
 
@@ -471,6 +473,7 @@ def load_encoder(
         precision: Number format. An encoder without int8 runs in fp16 if int8 is requested.
         attention: Which implementation runs the layers: auto, fused or reference.
         gelu: Form of the activation. An encoder without a plain GELU always has the exact one.
+        int8_kernels: What rounds rows to int8: auto, hopper or triton.
 
     Raises:
         WeightsError: The weights, or the calibration for int8, cannot be used.
@@ -504,6 +507,7 @@ def load_encoder(
         attention=backend,
         calibration=calibration,
         gelu=gelu,
+        int8_kernels=int8_kernels,
     )
 
 
@@ -552,7 +556,13 @@ def load_models(
         """Load one encoder and warm it up. Note it if there was not enough memory to warm up."""
         network = NETWORKS[info.name]
         encoder = load_encoder(
-            network, models, device, engine.precision, engine.attention, engine.gelu
+            network,
+            models,
+            device,
+            engine.precision,
+            engine.attention,
+            engine.gelu,
+            engine.int8_kernels,
         )
         try:
             warm(encoder)

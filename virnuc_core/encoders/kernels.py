@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from virnuc_core.encoders.hopper import Linear, find_library, fits
+from virnuc_core.encoders.hopper import HopperLibrary, find_library, fits, rounds
+
+Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and the scales of int8 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ MEAN_TOKENS: Final = 16  # tokens of a span that are loaded and summed in one st
 MEAN_COLUMNS: Final = 256  # columns that one program averages
 MAX_NORM_WARPS: Final = 16
 COLUMNS_PER_NORM_WARP: Final = 512  # about 16 numbers for each thread
+SMALLEST_LARGEST_BITS: Final = tl.constexpr(786163455)  # of the float32 1e-10
 INTERPRETER_PROGRAMS: Final = 4  # on a CPU programs run one after the other: any number works
 
 
@@ -194,10 +197,14 @@ def _round_rows(
         # because each warp holds its own copy of the left factor: one of `first` would be costly.
         first = tl.dot(matrix, first.to(tl.float16).T)  # [rotation_size, blocks of the part]
         rest = tl.dot(matrix, rest.to(tl.float16).T)
-        first_largest = tl.max(tl.max(tl.abs(first), 1), 0)
-        rest_largest = tl.max(tl.max(tl.abs(rest), 1), 0)
-        largest = tl.maximum(first_largest, rest_largest)
-        largest = tl.maximum(largest, 1e-10)  # a row of zeros must not divide by zero
+        # The bits of numbers that are not negative have the same order as the numbers, and those of
+        # NaN are the largest. So a NaN makes the scale NaN. A maximum of numbers would ignore it.
+        first_bits = tl.abs(first).to(tl.int32, bitcast=True)
+        rest_bits = tl.abs(rest).to(tl.int32, bitcast=True)
+        largest_bits = tl.maximum(tl.max(tl.max(first_bits, 1), 0), tl.max(tl.max(rest_bits, 1), 0))
+        # A row of zeros must not divide by zero.
+        largest_bits = tl.maximum(largest_bits, SMALLEST_LARGEST_BITS)
+        largest = largest_bits.to(tl.float32, bitcast=True)
         tl.store(out_scale + row, largest / 127.0)
         tl.store(out + start + first_columns, round_to_int8(first, 127.0 / largest).T)
         tl.store(out + start + rest_columns, round_to_int8(rest, 127.0 / largest).T, mask=mask)
@@ -229,6 +236,7 @@ def _row_launch(width: int, rotation_size: int) -> RowLaunch:
 def int8_rows(
     x: Tensor,
     rotation: Tensor,
+    library: HopperLibrary | None = None,
     *,
     norm: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
@@ -239,10 +247,15 @@ def int8_rows(
     The rotation mixes neighbouring numbers of a row, so that no single large number makes the steps
     of its row too wide.
 
+    The library and Triton add in different orders, so a few numbers differ by one step. A row with
+    NaN or infinity gets a scale that is NaN or infinite.
+
     Args:
         x: [rows, width]. It is not changed.
         rotation: The matrix that `precision.hadamard_rotation` makes for this width,
             fp16 [rotation_size, rotation_size].
+        library: The library for Hopper GPUs, which does it for the widths that it has kernels for;
+            None: Triton does it.
         norm: Weight and bias of a layer norm, [width] each; None: no norm.
         eps: A small number that is added to the norm's variance.
         gelu: Apply exact GELU; only without a norm.
@@ -251,6 +264,8 @@ def int8_rows(
         The rows in int8 [rows, width], and the scales that undo the rounding, float32 [rows, 1].
     """
     rows, width = x.shape
+    if library is not None and rounds(width, has_norm=norm is not None, gelu=gelu):
+        return library.round_rows(x, norm=norm, eps=eps, gelu=gelu)
     rotation_size = len(rotation)
     launch = _row_launch(width, rotation_size)
     # The registers limit how many warps run on a multiprocessor at the same time: with a norm a

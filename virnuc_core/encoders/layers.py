@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from virnuc_core.config import Gelu
+from virnuc_core.config import Gelu, Int8Kernels
 from virnuc_core.encoders.backends import Affine, BackendName, load_backend
+from virnuc_core.encoders.hopper import HopperLibrary, choose_library
 from virnuc_core.encoders.model_config import AnyEncoderShape
 from virnuc_core.encoders.precision import DTYPES, Resolved, quantise_rows, rotated
 from virnuc_core.encoders.registry import EncoderInfo
@@ -266,6 +267,7 @@ class Encoder(ABC):
         attention: BackendName,
         calibration: Calibration | None = None,
         gelu: Gelu = "exact",
+        int8_kernels: Int8Kernels = "auto",
     ) -> None:
         """Load the weights to a device, converted to the format in which the network runs.
 
@@ -280,6 +282,11 @@ class Encoder(ABC):
                 layer. None: no layer computes in int8.
             gelu: Form of the activation: exact, or its approximation by tanh. Only for encoders
                 with `HAS_PLAIN_GELU`.
+            int8_kernels: What rounds rows to int8: the library for Hopper GPUs ("hopper"), Triton
+                ("triton"), or the library if it runs on the device ("auto").
+
+        Raises:
+            IncapableError: The library was asked for, and cannot run on the device.
         """
         self.shape = shape
         self.width = shape.width
@@ -289,6 +296,9 @@ class Encoder(ABC):
         # Calibration for int8 replaces this function by one that also records the inputs.
         self.apply_linear = apply_linear
         self._backend = load_backend(attention)
+        self.rows_library: HopperLibrary | None = None  # what rounds rows to int8; None: Triton
+        if precision == "int8" and self._backend.has_kernels:
+            self.rows_library = choose_library(int8_kernels, device)
         # Outputs of the first layer's `qkv`, [vocab, 3 * width], by the token slots of a batch
         self._qkv_tables: dict[int, Tensor] = {}
         dtype = DTYPES[precision]
@@ -296,7 +306,8 @@ class Encoder(ABC):
         def load_to_device(name: str) -> Tensor:
             """Return a tensor on the device, in the format in which it is stored."""
             tensor = read_tensor(name)
-            if device.type == "cuda":  # copying from page-locked memory is several times as fast
+            is_copied = device.type == "cuda" and tensor.device.type == "cpu"
+            if is_copied:  # copying from page-locked memory is several times as fast
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device)
 

@@ -228,7 +228,13 @@ class Esm2(Encoder):
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
         # `scale` has a number for each row: its int8 numbers times the scale are about the row.
-        rows, scale = int8_rows(stream, rotation, norm=layer.attn_norm, eps=self.shape.norm_eps)
+        rows, scale = int8_rows(
+            stream,
+            rotation,
+            self.rows_library,
+            norm=layer.attn_norm,
+            eps=self.shape.norm_eps,
+        )
         return int8_product(rows, scale, layer.qkv)
 
     def _add_attention_int8(
@@ -244,7 +250,7 @@ class Esm2(Encoder):
         """
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
-        rows, scale = int8_rows(mean_values, rotation)
+        rows, scale = int8_rows(mean_values, rotation, self.rows_library)
         int8_product(rows, scale, layer.out, add_to=stream)
 
     def _add_feed_forward_int8(
@@ -261,9 +267,15 @@ class Esm2(Encoder):
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
         # `scale` has a number for each row: its int8 numbers times the scale are about the row.
-        rows, scale = int8_rows(stream, rotation, norm=layer.ffn_norm, eps=self.shape.norm_eps)
+        rows, scale = int8_rows(
+            stream,
+            rotation,
+            self.rows_library,
+            norm=layer.ffn_norm,
+            eps=self.shape.norm_eps,
+        )
         up_outputs = int8_product(rows, scale, layer.up)  # fp16 [slots, ffn_width], before GELU
-        rows, scale = int8_rows(up_outputs, ffn_rotation, gelu=True)
+        rows, scale = int8_rows(up_outputs, ffn_rotation, self.rows_library, gelu=True)
         int8_product(rows, scale, layer.down, add_to=stream)
 
 

@@ -164,7 +164,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         if missing_devices:
             problem = f"{', '.join(missing_devices)} is gone"
             raise self.problem(f"{problem}; start nodes and run again, what was committed stays")
-        engine = resolve_engine(self._engine, present[0].kind)
+        engine = resolve_engine(self._engine, present)
         specs = worker_specs(self._models, present, engine)
         return Pool(specs, workers, keep=keep, warm=warm, device_remark=self.device_remark)
 

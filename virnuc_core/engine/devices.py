@@ -6,13 +6,14 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, gelu_problem
+from virnuc_core.encoders import hopper
 from virnuc_core.engine.kernel_cache import kernel_cache_variables
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device, version_of
@@ -64,7 +65,10 @@ def find_gpus() -> UsableGpus:
             absence=f"torch {version_of('torch')} is built without CUDA, so it cannot use the GPUs "
             f"of this machine ({count}); install a torch with CUDA"
         )
-    devices = tuple(Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in search.gpus)
+    devices = tuple(
+        Device(id=gpu.uuid, kind="cuda", name=gpu.name, capability=gpu.capability)
+        for gpu in search.gpus
+    )
     return UsableGpus(devices, search.absence)
 
 
@@ -210,13 +214,22 @@ def open_context() -> None:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
-    """Return the settings with the precision `auto` replaced: fp16 on a GPU, fp32 on a CPU.
+def resolve_engine(engine: EngineSpec, devices: Sequence[Device]) -> EngineSpec:
+    """Return the settings with `auto` replaced where the devices of the run decide.
+
+    The precision becomes fp16 on a GPU and fp32 on a CPU. The kernels for int8 become those of the
+    library for Hopper GPUs if all devices can run it. They round slightly differently, so all
+    devices of a run must use the same.
+
+    Args:
+        engine: The settings.
+        devices: The devices of the run, all of one kind; at least one.
 
     Raises:
         ConfigError: The requested precision needs a GPU, and the device is a CPU. Or the requested
             GELU cannot run with the other settings.
     """
+    kind = devices[0].kind
     precision = engine.precision
     if precision == "auto":
         precision = "fp16" if kind == "cuda" else "fp32"
@@ -225,4 +238,16 @@ def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSp
     problem = gelu_problem(engine.gelu, precision, engine.attention, kind)
     if problem:
         raise ConfigError(problem)
-    return engine.model_copy(update={"precision": precision})
+    kernels = engine.int8_kernels
+    if kernels == "auto" and precision == "int8":
+        kernels = "triton" if _hopper_problem(devices) else "hopper"
+    return engine.model_copy(update={"precision": precision, "int8_kernels": kernels})
+
+
+def _hopper_problem(devices: Sequence[Device]) -> str:
+    """Return why the library for Hopper GPUs cannot run on all devices; empty if it can."""
+    for device in devices:
+        problem = hopper.capability_problem(device.capability)
+        if problem:
+            return f"{device.name}: {problem}"
+    return hopper.open_library().problem

@@ -17,7 +17,7 @@ from virnuc_core.encoders.registry import ENCODERS
 from virnuc_core.engine.pool import MAX_NOT_FINITE_SHARE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.engine.shards import ShardPlan, ShardTask
-from virnuc_core.errors import StorageError, format_bytes
+from virnuc_core.errors import ConfigError, StorageError, format_bytes
 from virnuc_core.lease import require_lease
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -181,6 +181,7 @@ class Embedding:
         Raises:
             StorageError: The disk is full, or fails. The message names the space that is still
                 needed.
+            ConfigError: A run on a cluster began with other kernels for int8 than the nodes use.
             VirnucError: See `Pool.compute`.
         """
         job = self._job
@@ -209,6 +210,8 @@ class Embedding:
                 stack.enter_context(metrics_file)
             # On a cluster the devices are those of the nodes, which may come and go. So its pool is
             # used in any case.
+            if job.spec.cluster and pool is not None:
+                _require_same_kernels(job, pool)
             is_pool_usable = pool is not None and (pool.specs == specs or job.spec.cluster)
             if pool is None or not is_pool_usable:
                 pool = stack.enter_context(Pool(specs, local_workers(job.worker, specs)))
@@ -476,3 +479,17 @@ class Embedding:
         )
         remove_file(run.journal, run.root)
         return path
+
+
+def _require_same_kernels(job: Job, pool: Pool) -> None:
+    """Raise an error if the workers of a cluster round rows to int8 in another way than the run.
+
+    Nodes choose their kernels before the record of the run is read. Workers of this machine are
+    started anew in that case.
+    """
+    kernels = job.engine.int8_kernels
+    if any(spec.engine.int8_kernels != kernels for spec in pool.specs):
+        raise ConfigError(
+            f"{job.run.root} began with int8 kernels '{kernels}', and the nodes would use others; "
+            f"use --int8-kernels {kernels}"
+        )

@@ -102,6 +102,9 @@ def result_settings(engine: EngineSpec, repeat_threshold: float | None = None) -
         del settings["gelu"]
     if repeat_threshold is not None:
         settings["threshold"] = repeat_threshold
+    # Earlier versions had no other kernels than Triton's, and did not record them.
+    if engine.precision == "int8" and engine.int8_kernels == "hopper":
+        settings["int8_kernels"] = engine.int8_kernels
     return settings
 
 

@@ -338,6 +338,7 @@ class Worker:
             "precision": {encoder.INFO.name: encoder.precision for encoder in encoders},
             "gelu": {encoder.INFO.name: encoder.gelu for encoder in encoders},
             "int8_product": self._describe_int8_product(),
+            "int8_kernels": self._describe_int8_kernels(),
         }
 
     def _describe_int8_product(self) -> str | None:
@@ -352,6 +353,13 @@ class Worker:
             return None
         problem = library_problem(self._device)
         return f"triton ({problem})" if problem else "hopper library"
+
+    def _describe_int8_kernels(self) -> str | None:
+        """Return what rounds rows to int8 here: hopper or triton. None if no encoder does."""
+        for encoder in self._models.encoders.values():
+            if encoder.precision == "int8" and encoder.attention == "fused":
+                return "triton" if encoder.rows_library is None else "hopper"
+        return None
 
     def _warm_up(self, encoder: Encoder, budget: int) -> None:
         """Compile the kernels of an encoder, group by group of row lengths, shortest rows first.

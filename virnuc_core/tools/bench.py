@@ -68,7 +68,7 @@ class Bench:
         body = {
             "reads": OrfStore.open(self.store).fingerprint,
             "weights": fingerprint(self.models, engine.precision),
-            "engine": resolve_engine(engine, devices[0].kind).model_dump(mode="json"),
+            "engine": resolve_engine(engine, devices).model_dump(mode="json"),
             "devices": [device.model_dump() for device in devices],
             "more": more,
         }

@@ -6,8 +6,8 @@ calls it. It needs `g++`, `strip`, `objcopy` and the packages of
 
 `hopper.json` records the digests of the sources and of the code for the GPU. A test compares both
 with the files, so that no source is changed without a new library. Two builds in the same folder
-give the same code for the GPU. In another folder the names in it differ, because the compiler
-derives the names of an anonymous namespace from the path.
+give the same code for the GPU. In another folder the code differs, because the compiler
+derives names in it from the path.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from typing import Final
 from virnuc_core.encoders.hopper import LIBRARY
 
 FOLDER: Final = Path(__file__).parents[1] / "encoders" / "cuda"
-SOURCES: Final = ("int8_product.cu",)
+SOURCES: Final = ("int8_product.cu", "int8_rows.cu")
 RECORD: Final = FOLDER / "hopper.json"
 GPU_SECTION: Final = ".nv_fatbin"  # the section of a library with the code for the GPU
 PACKAGES: Final = ("nvidia-cuda-nvcc", "nvidia-cutlass")

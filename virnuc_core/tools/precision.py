@@ -52,8 +52,8 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
         VirnucError: The device or its worker failed.
     """
     run = RunDir(out / EXACT_FILES)
-    device_kind = resolve(bench.devices)[0].kind
-    is_fp32 = resolve_engine(engine, device_kind).precision == "fp32"
+    devices = resolve(bench.devices)
+    is_fp32 = resolve_engine(engine, devices).precision == "fp32"
     if is_fp32 or not OrfStore.open(bench.store).n_uniques:
         run.embeddings.unlink(missing_ok=True)  # it was made for runs of another precision
         return False

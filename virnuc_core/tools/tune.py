@@ -354,7 +354,7 @@ class Sweep:
             VirnucError: The run failed, but may succeed if it is repeated.
         """
         try:  # the check of the settings before anything is run
-            resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
+            resolve_engine(candidate.engine, resolve(self.bench.devices))
         except ConfigError as error:
             return str(error)
         trials_folder = self.out / "trials"

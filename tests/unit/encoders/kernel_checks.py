@@ -152,6 +152,7 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
         assert rows.dtype == torch.int8
         assert differences.max() <= 1  # a value on the edge of two steps may fall to either side
         assert (differences > 0).float().mean() < 0.02
+    check_lost_numbers(device, turning, affine)
     for m, n, k in ((130, 320, 144), (3, 64, 320)):
         inputs = torch.randn(m, k).to(device)
         weight, scale = quantise_rows(rotated(torch.randn(n, k, device=device) / k**0.5))
@@ -166,6 +167,21 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
         got = kernels.int8_product(*quantised_rows, layer, stream)
         assert got is stream
         close(got, sums, dtype)
+
+
+def check_lost_numbers(
+    device: torch.device, turning: Tensor, affine: tuple[Tensor, Tensor]
+) -> None:
+    """Hold that a row with NaN or infinity gets a scale that is no number, and its neighbours not."""
+    width = len(affine[0])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(3, width, device=device, dtype=affine[0].dtype)
+        x[1, 70] = bad
+        for preparation in ({"norm": affine, "eps": 1e-5}, {}, {"gelu": True}):
+            if "gelu" in preparation and bad == -torch.inf:
+                continue  # GELU of minus infinity is 0 or NaN, and both are right
+            _rows, scale = kernels.int8_rows(x, turning, **preparation)
+            assert scale.isfinite().flatten().tolist() == [True, False, True], (bad, preparation)
 
 
 def check_gated_unit(device: torch.device, dtype: torch.dtype) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from virnuc_core.config import Int8Kernels
 from virnuc_core.encoders.backends import BackendName
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import Encoder, LinearLayer
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.precision import Resolved
+from virnuc_core.encoders.precision import Resolved, hadamard_rotation
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
 from .encoder_batches import dnas, packed, packed_tokens, proteins
@@ -67,7 +68,9 @@ def esm2(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
     return _made(shape, precision, way)
 
 
-def _made(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
+def _made(
+    shape: Esm2Shape, precision: Resolved, way: BackendName, int8_kernels: Int8Kernels = "auto"
+) -> Esm2:
     """With random weights; int8 as a batch of rows told."""
     from .kernel_checks import input_statistics
 
@@ -77,7 +80,13 @@ def _made(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
         half = Esm2(shape, read_tensor, GPU, precision="fp16", attention="reference")
         calibration = input_statistics(half, protein_batch(list(range(48))))
     return Esm2(
-        shape, read_tensor, GPU, precision=precision, attention=way, calibration=calibration
+        shape,
+        read_tensor,
+        GPU,
+        precision=precision,
+        attention=way,
+        calibration=calibration,
+        int8_kernels=int8_kernels,
     )
 
 
@@ -258,6 +267,87 @@ def test_library_multiplies_bit_for_bit_as_triton_does(m: int, n: int, k: int) -
         got = kernels.int8_product(x, row_scale, layer, target if adds else None)
         assert (got is target) is adds
         assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the library is built for compute capability 9.0")
+@pytest.mark.parametrize("rows", [1, 2, 5, 1003])
+@pytest.mark.parametrize(
+    ("width", "preparation"),
+    [
+        (1280, "norm"),
+        (2560, "norm"),
+        (1280, "nothing"),
+        (2560, "nothing"),
+        (5120, "gelu"),
+        (10240, "gelu"),
+    ],
+)
+def test_library_rounds_rows_as_float64_and_triton_do(
+    rows: int, width: int, preparation: str
+) -> None:
+    from virnuc_core.encoders import hopper, kernels
+
+    library = hopper.find_library(GPU)
+    assert library is not None
+    generator = torch.Generator(GPU).manual_seed(rows + width)
+    x = torch.randn(rows, width, generator=generator, device=GPU)
+    x[:, ::97] *= 60  # a few columns are much larger, as in real rows
+    x[-1] *= 1e-3
+    half = x.half()
+    weight = (1 + torch.randn(width, generator=generator, device=GPU) / 5).half()
+    bias = (torch.randn(width, generator=generator, device=GPU) / 10).half()
+    exact = half.double()
+    options: dict[str, Any] = {}
+    if preparation == "norm":
+        options = {"norm": (weight, bias), "eps": 1e-5}
+        exact = torch.nn.functional.layer_norm(
+            exact, (width,), weight.double(), bias.double(), 1e-5
+        )
+    elif preparation == "gelu":
+        options = {"gelu": True}
+        exact = torch.nn.functional.gelu(exact)
+    rotation = hadamard_rotation(width, GPU)
+    exact = (exact.reshape(rows, -1, 64) @ rotation.double()).flatten(1)
+
+    got, scale = kernels.int8_rows(half, rotation, library, **options)
+    plain, plain_scale = kernels.int8_rows(half, rotation, **options)
+    assert got.dtype == torch.int8
+    torch.testing.assert_close(scale, plain_scale, rtol=2e-3, atol=0)
+    assert (got.int() - plain.int()).abs().max() <= 1
+    error = (got.double() * scale - exact).norm() / exact.norm()
+    plain_error = (plain.double() * plain_scale - exact).norm() / exact.norm()
+    assert error <= 1.01 * plain_error
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the library is built for compute capability 9.0")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_library_loses_no_nan(bad: float) -> None:
+    from virnuc_core.encoders import hopper
+
+    library = hopper.find_library(GPU)
+    assert library is not None
+    for width, gelu in ((2560, False), (10240, True)):
+        x = torch.ones(9, width, device=GPU, dtype=torch.float16)
+        x[4, 17] = bad
+        affine = (torch.ones(width, device=GPU).half(), torch.zeros(width, device=GPU).half())
+        for norm in (None,) if gelu else (None, affine):
+            _rows, scale = library.round_rows(x, norm=norm, eps=1e-5, gelu=gelu)
+            assert scale.isfinite().flatten().tolist() == [i != 4 for i in range(9)]
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the library is built for compute capability 9.0")
+def test_rows_are_rounded_by_the_kernels_that_were_asked_for() -> None:
+    wide = protein_batch(list(range(48)))
+    embeddings = {}
+    choices: tuple[Int8Kernels, ...] = ("hopper", "triton")
+    for kernels in choices:
+        encoder = _made(WIDE, "int8", "fused", kernels)
+        assert (encoder.rows_library is not None) is (kernels == "hopper")
+        embeddings[kernels] = encoder.embed(wide)[:48]
+    each = cosine(embeddings["hopper"], embeddings["triton"])
+    print(f"int8 by the library and by Triton: min {each.min():.8f}")
+    assert each.min() >= 0.999
+    assert not torch.equal(embeddings["hopper"], embeddings["triton"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("int8", marks=WITH_INT8)])

@@ -6,6 +6,8 @@ import ctypes
 import json
 import logging
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from virnuc_core.encoders import hopper
+from virnuc_core.errors import IncapableError
 from virnuc_core.tools import build_kernels
 
 GPU = torch.device("cuda", 0)
@@ -24,8 +27,10 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     hopper._load.cache_clear()
+    hopper.open_library.cache_clear()
     yield
     hopper._load.cache_clear()
+    hopper.open_library.cache_clear()
 
 
 def test_sources_and_library_are_those_that_belong_together() -> None:
@@ -45,6 +50,7 @@ def test_library_loads_without_a_gpu_and_has_its_functions() -> None:
     library = ctypes.CDLL(str(hopper.LIBRARY))
     assert library.virnuc_int8_store
     assert library.virnuc_int8_add
+    assert library.virnuc_int8_rows
 
 
 def test_other_devices_have_no_library_and_no_warning(
@@ -85,3 +91,38 @@ def test_library_that_cannot_be_loaded_is_told_once(
 )
 def test_sizes_that_the_library_takes(rows: int, width: int, expected: bool) -> None:
     assert hopper.fits(torch.empty(rows, width, dtype=torch.int8)) is expected
+
+
+@pytest.mark.parametrize(
+    ("width", "has_norm", "gelu", "expected"),
+    [
+        (2560, True, False, True),
+        (1280, False, False, True),
+        (10240, False, True, True),
+        (2560, False, True, False),
+        (320, True, False, False),
+    ],
+)
+def test_rows_that_the_library_rounds(
+    width: int, has_norm: bool, gelu: bool, expected: bool
+) -> None:
+    assert hopper.rounds(width, has_norm=has_norm, gelu=gelu) is expected
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+def test_library_that_was_asked_for_and_cannot_run_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "LIBRARY", tmp_path / "missing.so")
+    assert hopper.choose_library("auto", GPU) is None
+    assert hopper.choose_library("triton", GPU) is None
+    with pytest.raises(IncapableError, match=r"cannot be loaded: .*use --int8-kernels triton"):
+        hopper.choose_library("hopper", GPU)
+
+
+def test_module_is_asked_about_the_library_without_torch() -> None:
+    code = (
+        "import sys\nfrom virnuc_core.encoders import hopper\n"
+        "hopper.open_library()\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from virnuc_core.engine.devices import (
     resolve_engine,
     visible_gpus,
 )
+from virnuc_core.engine.shards import result_settings
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.gpus import Gpu, NvmlError
 from virnuc_core.runfiles import Device, version_of
@@ -223,6 +225,10 @@ def test_the_first_gpu_has_its_context_made_or_is_left_to_torch(
     assert requests == called
 
 
+def _device(kind: Literal["cpu", "cuda"]) -> Device:
+    return Device(id="a device", kind=kind, name="a device")
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
@@ -237,14 +243,52 @@ def test_gelu_by_tanh_is_refused_in_one_line_where_it_cannot_run(
 ) -> None:
     engine = EngineSpec.model_validate({"gelu": "tanh"} | changes)
     with pytest.raises(ConfigError) as error_info:
-        resolve_engine(engine, kind)
+        resolve_engine(engine, [_device(kind)])
     assert problem in str(error_info.value)
     assert "\n" not in str(error_info.value)
     exact = EngineSpec.model_validate(changes) if kind == "cuda" else EngineSpec()
-    assert resolve_engine(exact, kind).gelu == "exact"
+    assert resolve_engine(exact, [_device(kind)]).gelu == "exact"
 
 
 def test_gelu_by_tanh_runs_in_16_bits_on_a_gpu() -> None:
     for precision in ("auto", "fp16", "bf16"):
         engine = EngineSpec.model_validate({"gelu": "tanh", "precision": precision})
-        assert resolve_engine(engine, "cuda").gelu == "tanh"
+        assert resolve_engine(engine, [_device("cuda")]).gelu == "tanh"
+
+
+def _cards(*capabilities: tuple[int, int] | None) -> list[Device]:
+    return [
+        Device(id=f"GPU-{i}", kind="cuda", name="a card", capability=capability)
+        for i, capability in enumerate(capabilities)
+    ]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is built for x86_64")
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ([(9, 0)], "hopper"),
+        ([(9, 0), (9, 0)], "hopper"),
+        ([(9, 0), (8, 0)], "triton"),
+        ([(10, 0)], "triton"),
+        ([None], "triton"),
+    ],
+)
+def test_kernels_for_int8_are_one_choice_for_all_devices_of_a_run(
+    capabilities: list[tuple[int, int] | None], expected: str
+) -> None:
+    cards = _cards(*capabilities)
+    resolved = resolve_engine(EngineSpec(precision="int8"), cards)
+    assert resolved.int8_kernels == expected
+    asked = EngineSpec(precision="int8", int8_kernels="triton")
+    assert resolve_engine(asked, cards).int8_kernels == "triton"
+    assert resolve_engine(EngineSpec(precision="fp16"), cards).int8_kernels == "auto"
+
+
+def test_kernels_for_int8_are_part_of_what_decides_results_and_triton_as_before() -> None:
+    hopper = result_settings(EngineSpec(precision="int8", int8_kernels="hopper"))
+    triton = result_settings(EngineSpec(precision="int8", int8_kernels="triton"))
+    half = result_settings(EngineSpec(precision="fp16", int8_kernels="hopper"))
+    assert hopper["int8_kernels"] == "hopper"
+    assert "int8_kernels" not in triton
+    assert "int8_kernels" not in half

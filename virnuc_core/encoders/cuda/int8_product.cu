@@ -8,7 +8,7 @@
 //
 // The sums are exact integers. `virnuc_int8_add` adds D to the matrix that is there, in float32.
 //
-// `build.py` compiles this file into a shared library. `hopper.py` loads it.
+// `build_kernels.py` compiles this file into a shared library. `hopper.py` loads it.
 
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
@@ -18,7 +18,7 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
-namespace {
+namespace virnuc_int8_product {
 
 using cute::_0;
 using cute::_1;
@@ -134,10 +134,13 @@ int add(const Factors& f, int multiprocessors, cudaStream_t stream) {
   return launch<Kernels<Tree, Half, kColumns>>(f, tree, multiprocessors, stream);
 }
 
-// Wide blocks are faster, unless many of their columns lie beyond the product.
-bool fits_wide_blocks(int n) { return n % kWideColumns == 0; }
+// Wide blocks are faster, unless more than a fiftieth of their columns lies beyond the product.
+bool fits_wide_blocks(int n) {
+  const int beyond = (kWideColumns - n % kWideColumns) % kWideColumns;
+  return beyond * 50 <= n;
+}
 
-}  // namespace
+}  // namespace virnuc_int8_product
 
 // Both functions return 0, or a number that says why nothing was computed. They do not wait for the
 // GPU. Pointers are addresses on the GPU that is current in the calling thread.
@@ -145,6 +148,7 @@ bool fits_wide_blocks(int n) { return n % kWideColumns == 0; }
 extern "C" int virnuc_int8_store(
     const int8_t* a, const int8_t* b, void* d, const float* row_scale, const float* scale,
     const float* bias, int m, int n, int k, int multiprocessors, cudaStream_t stream) {
+  using namespace virnuc_int8_product;
   const Factors f{a, b, static_cast<Half*>(d), row_scale, scale, bias, m, n, k};
   return fits_wide_blocks(n) ? store<kWideColumns>(f, multiprocessors, stream)
                              : store<kNarrowColumns>(f, multiprocessors, stream);
@@ -153,6 +157,7 @@ extern "C" int virnuc_int8_store(
 extern "C" int virnuc_int8_add(
     const int8_t* a, const int8_t* b, void* d, const float* row_scale, const float* scale,
     const float* bias, int m, int n, int k, int multiprocessors, cudaStream_t stream) {
+  using namespace virnuc_int8_product;
   const Factors f{a, b, static_cast<Half*>(d), row_scale, scale, bias, m, n, k};
   return fits_wide_blocks(n) ? add<kWideColumns>(f, multiprocessors, stream)
                              : add<kNarrowColumns>(f, multiprocessors, stream);
