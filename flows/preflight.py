@@ -19,6 +19,7 @@ from virnuc_core.config import (
     refuse_unreadable,
 )
 from virnuc_core.errors import InputError
+from virnuc_core.input_names import STDIN, is_remote
 from virnuc_core.run_costs import embedding_bytes
 from virnuc_core.rundir import RunDir
 from virnuc_core.system_errors import is_regular_file, path_exists
@@ -127,7 +128,6 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     Raises:
         InputError: A file cannot be read, or none holds reads.
     """
-    from virnuc_core.input_names import is_remote
 
     if not isinstance(settings, RunSettings) or getattr(settings, "has_samples", False):
         return 0
@@ -178,7 +178,8 @@ def count_rows(
     n_rows = 0
     empty = []
     for name in names:
-        if not is_regular_file(Path(name)):
+        # A pipe cannot be read twice. A file in this folder may have the name of standard input.
+        if name == STDIN or not is_regular_file(Path(name)):
             continue
         beginning = _read_beginning(name, on_error, model_length)
         file_bytes = Path(name).stat().st_size

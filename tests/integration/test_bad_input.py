@@ -425,7 +425,9 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
 
 
 @pytest.mark.timeout(20)
-def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
+def test_pipes_are_not_drawn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-").write_text("a file with the name of standard input")
     os.mkfifo(tmp_path / "pipe.fq")
     preflight.count_rows((str(tmp_path / "pipe.fq"), "-"), "stop")
 

@@ -84,6 +84,7 @@ def run(folder: Path) -> Path:
             out=folder / "out",
             models=folder / "models",
             devices="cpu:1",
+            pairs=False,  # as recorded: two of the files would be joined by their names
         )
     )
     return folder / "out"

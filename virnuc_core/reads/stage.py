@@ -29,6 +29,7 @@ from virnuc_core.errors import (
     SpentInputError,
     WorkerError,
 )
+from virnuc_core.input_names import STDIN
 from virnuc_core.lease import make_folder
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
@@ -669,6 +670,7 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
             is_paired = span.files[0] in first_mate_files
             if is_paired:
                 n_orphans = len(flags_of_file) - n_mates_in_file
+            is_file = name != STDIN and is_regular_file(Path(name))
             summary = InputFile(
                 file=name,
                 reads=len(flags_of_file),
@@ -678,7 +680,7 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
                 orphans=n_orphans,
                 not_primary=log.not_primary[name],
                 # A pipe has no content that could be compared later.
-                content=log.contents[name] if is_regular_file(Path(name)) else None,
+                content=log.contents[name] if is_file else None,
             )
             summaries.append(summary)
     return tuple(summaries)

@@ -85,6 +85,8 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     """`auto`, too: were it to choose plain torch, a run that goes on where Triton works would mix both."""
     backends.triton_problem.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # An import of `triton.runtime` does not look at `triton` if another test has imported it before.
+    monkeypatch.delitem(sys.modules, "triton.runtime", raising=False)
     monkeypatch.setitem(sys.modules, name, there)
     with pytest.raises(IncapableError, match=said) as error_info:
         choose_backend(asked, 64, CUDA)
