@@ -8,7 +8,7 @@ import logging
 import os
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 from uuid import UUID
 
 from virnuc.tasks.artifacts import inside_a_run, table_cell
@@ -33,7 +33,7 @@ def result_address(path: Path) -> str | None:
         return None
     folder_text, _, base = setting.partition("=http")
     folder = Path(folder_text)
-    base = f"http{base}"
+    base = _without_credentials(f"http{base}")
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.netloc or not folder.is_absolute():
         logger.warning(
@@ -66,7 +66,17 @@ def run_page(flow_run_id: UUID) -> str:
     """Return the address of a run's page in the UI of the configured server."""
     from prefect.settings import PREFECT_UI_URL
 
-    return f"{PREFECT_UI_URL.value()}{RUN_PAGE}{flow_run_id}"
+    return f"{_without_credentials(str(PREFECT_UI_URL.value()))}{RUN_PAGE}{flow_run_id}"
+
+
+def _without_credentials(address: str) -> str:
+    """Return an address without user name, password, query and fragment.
+
+    Everybody who may look at the server can read its artifacts. A browser asks for the password.
+    """
+    parts = urlsplit(address)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def run_link() -> Markdown:

@@ -90,7 +90,8 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
         for record in caplog.records
     )
 
-    for single in ({"reads": tuple(mate_files)}, options | {"pairs": False}):
+    named = {"reads": tuple(mate_files)}
+    for single in (named | {"pairs": False}, options | {"pairs": False}):
         with pytest.raises(
             RunMismatchError, match=r"pairs yes → no\); choose another directory or --force"
         ):
@@ -99,11 +100,11 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     assert (root / VIRAL[0]).exists()
     predict_pairs(root, tiny_models, options, threshold=0.99)
     assert not [*root.glob("viral*")], "those of another judgement do not stay"
-    summary = predict_pairs(root, tiny_models, {"reads": tuple(mate_files)}, force=True)
+    summary = predict_pairs(root, tiny_models, named | {"pairs": False}, force=True)
     assert not (root / "pairs.tsv").exists()
     assert summary.pairs == {}
     caplog.clear()
-    predict_pairs(root, tiny_models, {"reads": tuple(mate_files)})
+    predict_pairs(root, tiny_models, named | {"pairs": False})
     assert not any("not as the run left it" in record.message for record in caplog.records)
     with pytest.raises(RunMismatchError, match=r"pairs no → yes\)"):
         predict_pairs(root, tiny_models, options)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 
-from virnuc.tasks.result_links import RESULTS_URL, result_address, result_link, with_links
+from virnuc.tasks.result_links import (
+    RESULTS_URL,
+    result_address,
+    result_link,
+    run_page,
+    with_links,
+)
 from virnuc_core.markdown import Markdown
 
 from ..markdown_pages import HOSTILE_TEXTS, structure
@@ -19,6 +27,7 @@ from ..markdown_pages import HOSTILE_TEXTS, structure
         ("/srv/out/=http://f.org:8080/", "/srv/out/lung", "http://f.org:8080/lung"),
         ("/srv/a=b=https://f.org/v", "/srv/a=b/x", "https://f.org/v/x"),
         ("/srv/out=https://f.org", "/srv/out/a b/(1)?#.html", "https://f.org/a%20b/%281%29%3F%23.html"),
+        ("/srv/out=https://me:p@ss@f.org/v?token=t#f", "/srv/out/x", "https://f.org/v/x"),
         ("/srv/out=https://f.org", "/srv/out/../private/x", None),
         ("/srv/out=https://f.org", "/srv/output/x", None),
         ("", "/srv/out/x", None),
@@ -41,6 +50,12 @@ def test_a_setting_that_names_no_folder_and_address_is_not_used_and_said(
     monkeypatch.setenv(RESULTS_URL, setting)
     assert result_address(Path("/srv/out/x")) is None
     assert "/srv/results=https://files.example.org/results" in caplog.text
+
+
+def test_the_page_of_a_run_has_no_password() -> None:
+    with temporary_settings({PREFECT_UI_URL: "https://me:secret@prefect.example.org:4200"}):
+        page = run_page(UUID(int=7))
+    assert page == f"https://prefect.example.org:4200/runs/flow-run/{UUID(int=7)}"
 
 
 def test_without_a_web_server_the_path_is_shown_and_nothing_is_linked(
