@@ -19,10 +19,10 @@ from virnuc_core.config import (
     refuse_unreadable,
 )
 from virnuc_core.errors import InputError
-from virnuc_core.input_names import STDIN, is_remote
+from virnuc_core.input_names import is_remote
 from virnuc_core.run_costs import embedding_bytes
 from virnuc_core.rundir import RunDir
-from virnuc_core.system_errors import is_regular_file, path_exists
+from virnuc_core.system_errors import path_exists
 
 if TYPE_CHECKING:
     from virnuc_core.config import OnError
@@ -172,14 +172,13 @@ def count_rows(
     Raises:
         InputError: A file cannot be read, or none holds reads.
     """
-    from virnuc_core.reads.sources import find_inputs
+    from virnuc_core.reads.sources import can_be_read_twice, find_inputs
 
     names = find_inputs(reads).files
     n_rows = 0
     empty = []
     for name in names:
-        # A pipe cannot be read twice. A file in this folder may have the name of standard input.
-        if name == STDIN or not is_regular_file(Path(name)):
+        if not can_be_read_twice(name):  # what is read here would be lost to the run
             continue
         beginning = _read_beginning(name, on_error, model_length)
         file_bytes = Path(name).stat().st_size

@@ -179,12 +179,15 @@ def _round_rows(
         rest = tl.load(x + start + rest_columns, mask=mask, other=0.0).to(tl.float32)
         if preparation == "norm":
             # (row - mean) / sqrt(variance + eps) * weight + bias, over both parts together
-            row_sum = tl.sum(tl.sum(first, 1), 0) + tl.sum(tl.sum(rest, 1), 0)
-            mean = row_sum / width
+            first_sum = tl.sum(tl.sum(first, 1), 0)
+            rest_sum = tl.sum(tl.sum(rest, 1), 0)
+            mean = (first_sum + rest_sum) / width
             first = first - mean
             rest = tl.where(mask, rest - mean, 0.0)
-            sum_of_squares = tl.sum(tl.sum(first * first, 1), 0) + tl.sum(tl.sum(rest * rest, 1), 0)
-            factor = tl.rsqrt(sum_of_squares / width + eps)
+            first_squares = tl.sum(tl.sum(first * first, 1), 0)
+            rest_squares = tl.sum(tl.sum(rest * rest, 1), 0)
+            variance = (first_squares + rest_squares) / width
+            factor = tl.rsqrt(variance + eps)
             first = first * factor * tl.load(weight + first_columns).to(tl.float32)
             first += tl.load(bias + first_columns).to(tl.float32)
             rest_weight = tl.load(weight + rest_columns, mask=mask, other=0.0).to(tl.float32)
@@ -201,7 +204,9 @@ def _round_rows(
         # NaN are the largest. So a NaN makes the scale NaN. A maximum of numbers would ignore it.
         first_bits = tl.abs(first).to(tl.int32, bitcast=True)
         rest_bits = tl.abs(rest).to(tl.int32, bitcast=True)
-        largest_bits = tl.maximum(tl.max(tl.max(first_bits, 1), 0), tl.max(tl.max(rest_bits, 1), 0))
+        first_largest = tl.max(tl.max(first_bits, 1), 0)
+        rest_largest = tl.max(tl.max(rest_bits, 1), 0)
+        largest_bits = tl.maximum(first_largest, rest_largest)
         # A row of zeros must not divide by zero.
         largest_bits = tl.maximum(largest_bits, SMALLEST_LARGEST_BITS)
         largest = largest_bits.to(tl.float32, bitcast=True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoder_names import EncoderName
+from virnuc_core.encoders.backends import Affine
 from virnuc_core.encoders.layers import (
     Encoder,
     FeedForward,
@@ -225,17 +226,29 @@ class Esm2(Encoder):
         Returns:
             fp16 [slots, 3 * width].
         """
-        from virnuc_core.encoders.kernels import int8_product, int8_rows
+        from virnuc_core.encoders.kernels import int8_product
 
-        # `scale` has a number for each row: its int8 numbers times the scale are about the row.
-        rows, scale = int8_rows(
-            stream,
-            rotation,
-            self.rows_library,
-            norm=layer.attn_norm,
-            eps=self.shape.norm_eps,
-        )
+        rows, scale = self._norm_and_round(stream, layer.attn_norm, rotation)
         return int8_product(rows, scale, layer.qkv)
+
+    def _norm_and_round(
+        self, stream: Tensor, norm: Affine, rotation: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Apply a layer norm to the residual stream, rotate its rows, and round them to int8.
+
+        Args:
+            stream: The residual stream, fp16 [slots, width]. It is not changed.
+            norm: Weight and bias of the norm.
+            rotation: The matrix that rotates rows of `width` before they are rounded.
+
+        Returns:
+            The rows in int8 [slots, width], and a scale for each row, float32 [slots, 1]. The int8
+            numbers times the scale are about the row.
+        """
+        from virnuc_core.encoders.kernels import int8_rows
+
+        eps = self.shape.norm_eps
+        return int8_rows(stream, rotation, self.rows_library, norm=norm, eps=eps)
 
     def _add_attention_int8(
         self, stream: Tensor, mean_values: Tensor, layer: Layer, rotation: Tensor
@@ -266,14 +279,7 @@ class Esm2(Encoder):
         """
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
-        # `scale` has a number for each row: its int8 numbers times the scale are about the row.
-        rows, scale = int8_rows(
-            stream,
-            rotation,
-            self.rows_library,
-            norm=layer.ffn_norm,
-            eps=self.shape.norm_eps,
-        )
+        rows, scale = self._norm_and_round(stream, layer.ffn_norm, rotation)
         up_outputs = int8_product(rows, scale, layer.up)  # fp16 [slots, ffn_width], before GELU
         rows, scale = int8_rows(up_outputs, ffn_rotation, self.rows_library, gelu=True)
         int8_product(rows, scale, layer.down, add_to=stream)
