@@ -109,15 +109,17 @@ def all_genomes(wheels: Path, data: Path) -> list[Genome]:
     return genomes
 
 
-def cut_by_kind(genomes: list[Genome], length: int) -> list[Read]:
+def cut_by_kind(genomes: list[Genome], length: int, times: int = 1) -> list[Read]:
     """Return reads of each kind, equally many of each genome of a kind.
 
     Args:
         genomes: The genomes to cut.
         length: Bases of a read.
+        times: How many times as many reads as `READS_OF_KIND` says.
     """
     reads = []
-    for kind, count in READS_OF_KIND.items():
+    for kind, n_reads_of_kind in READS_OF_KIND.items():
+        count = times * n_reads_of_kind
         members = [genome for genome in genomes if genome.kind == kind]
         # With fewer reads than genomes, genomes that are spread over the list have one each.
         members = [members[place] for place in spread(len(members), count)]
@@ -127,7 +129,7 @@ def cut_by_kind(genomes: list[Genome], length: int) -> list[Read]:
     return reads
 
 
-def write_reads_of_kinds(wheels: Path, data: Path, out: Path, length: int) -> Path:
+def write_reads_of_kinds(wheels: Path, data: Path, out: Path, length: int, times: int = 1) -> Path:
     """Write labelled reads of all kinds.
 
     Args:
@@ -135,12 +137,13 @@ def write_reads_of_kinds(wheels: Path, data: Path, out: Path, length: int) -> Pa
         data: The folder with the genomes of other kinds.
         out: The folder to write to.
         length: Bases of a read.
+        times: How many times as many reads as `READS_OF_KIND` says.
 
     Returns:
         The beginning of the names of the files.
     """
     genomes = all_genomes(wheels, data)
-    write_tables(genomes, cut_by_kind(genomes, length), out / "reads")
+    write_tables(genomes, cut_by_kind(genomes, length, times), out / "reads")
     return out / "reads"
 
 
@@ -201,16 +204,7 @@ def _bootstrap(tables: list[pd.DataFrame]) -> dict[str, NDArray[np.float64]]:
     """
     first = tables[0]
     cell_of_read = first.groupby(["label", "kind"]).ngroup().to_numpy()
-    source_numbers, _ = pd.factorize(first["source"])
-    rng = np.random.default_rng(0)
-    # Genomes are drawn within each kind, so that no kind is without reads.
-    kind_of_source = pd.Series(cell_of_read).groupby(source_numbers).first()
-    draws = np.ones((1 + SAMPLES, len(kind_of_source)))
-    for kind in kind_of_source.unique():
-        members = np.flatnonzero(kind_of_source == kind)
-        chances = [1 / len(members)] * len(members)
-        draws[1:, members] = rng.multinomial(len(members), chances, SAMPLES)
-    weights = draws[:, source_numbers]  # [samples, reads]
+    weights = weights_of_drawn_genomes(first, SAMPLES)
     totals = np.zeros((len(weights), cell_of_read.max() + 1))
     for cell in range(totals.shape[1]):
         totals[:, cell] = weights[:, cell_of_read == cell].sum(axis=1)
@@ -236,6 +230,28 @@ def _bootstrap(tables: list[pd.DataFrame]) -> dict[str, NDArray[np.float64]]:
         for name, values in figures.items():
             sums[name] = sums.get(name, 0) + values / len(tables)
     return sums
+
+
+def weights_of_drawn_genomes(reads: pd.DataFrame, samples: int) -> NDArray[np.float64]:
+    """Return how often the genome of each read was drawn, [1 + samples, reads].
+
+    Genomes are drawn within each kind, so that no kind is without reads. In row 0 each counts once.
+
+    Args:
+        reads: Reads with the columns label, kind and source (the independent genome).
+        samples: How many times genomes are drawn.
+    """
+    cell_of_read = reads.groupby(["label", "kind"]).ngroup().to_numpy()
+    source_numbers, _ = pd.factorize(reads["source"])
+    kind_of_source = pd.Series(cell_of_read).groupby(source_numbers).first()
+    rng = np.random.default_rng(0)
+    draws = np.ones((1 + samples, len(kind_of_source)))
+    for kind in kind_of_source.unique():
+        members = np.flatnonzero(kind_of_source == kind)
+        chances = [1 / len(members)] * len(members)
+        draws[1:, members] = rng.multinomial(len(members), chances, samples)
+    weights: NDArray[np.float64] = draws[:, source_numbers]
+    return weights
 
 
 def _share(

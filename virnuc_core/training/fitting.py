@@ -194,8 +194,8 @@ def fit_methods(
         seed: Seed of the sample of rows, the first weights, the order of rows and the dropout.
     """
     rng = np.random.default_rng(seed)
-    training = _balanced_sample(features, sides == TRAIN_SIDE, spec.sampling, rng)
-    validation = _balanced_sample(features, sides == VALIDATION_SIDE, spec.sampling, rng)
+    training = balanced_sample(features, sides == TRAIN_SIDE, spec.sampling, rng)
+    validation = balanced_sample(features, sides == VALIDATION_SIDE, spec.sampling, rng)
     torch.manual_seed(seed)
     head = fit_head(shape, training, validation, spec)
     scorers: dict[str, Scorer] = {HEAD_METHOD: partial(_score_by_head, head.network)}
@@ -206,7 +206,7 @@ def fit_methods(
     return FittedMethods(head, scorers)
 
 
-def _balanced_sample(
+def balanced_sample(
     features: Features, is_wanted: NDArray[np.bool_], sampling: str, rng: np.random.Generator
 ) -> Features:
     """Return equally many rows of both classes, in random order: as many as the rarer class has.
@@ -285,7 +285,12 @@ def _score_by_head(network: nn.Module, features: Features) -> Floats:
 
 
 def fit_head(
-    shape: HeadShape, training: Features, validation: Features, spec: TrainSpec
+    shape: HeadShape,
+    training: Features,
+    validation: Features,
+    spec: TrainSpec,
+    *,
+    weight_decay: float = 0.0,
 ) -> FittedHead:
     """Train a head, the classifier, until it no longer improves on the validation rows.
 
@@ -301,13 +306,16 @@ def fit_head(
         training: Rows to train on.
         validation: Rows whose loss decides when to stop, and which epoch is best.
         spec: Epochs, patience, learning rate, and what weighs alike within a class.
+        weight_decay: Strength of the L2 penalty on all weights.
     """
     network = _new_network(shape)
     means = training.embeddings.mean(0)  # [width]
     spreads = training.embeddings.std(0, correction=0).clamp_min(MIN_SPREAD)  # [width]
     training_vectors = _standardise(training, means, spreads, spec.balance)
     validation_vectors = _standardise(validation, means, spreads, spec.balance)
-    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
+    optimiser = torch.optim.SGD(
+        network.parameters(), lr=spec.learning_rate, momentum=0.9, weight_decay=weight_decay
+    )
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
     epoch = 0
     best_epoch = 0
