@@ -72,16 +72,13 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
 
 
 def load_page_modules() -> None:
-    """Import what the summary page needs, matplotlib above all, before it is needed.
+    """Import what the summary page needs before it is needed.
 
     A prediction calls this while it waits for something else. A damaged package may raise errors of
     any type here. None of them ends the run before its results: `publish_prediction` raises it.
     """
     with suppress(Exception):
         import virnuc_core.report.summary_page  # noqa: F401 - only to be loaded
-        from virnuc_core.report.charts import import_matplotlib
-
-        import_matplotlib()
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
@@ -96,7 +93,7 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
         summary: The summary of the run. Its fates are the numbers of reads by what became of them.
         staging: The summary of the staging, which has remarks on the reads.
     """
-    # matplotlib and pandas take a while to import, which the start of a command need not wait for
+    # it takes a while to import, which the start of a command need not wait for
     from virnuc_core.report.summary_page import write_summary_pages
 
     with run_lock(run.root):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Final, NamedTuple, Self
 
 import numpy as np
-from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,6 +22,7 @@ from virnuc_core.config import SIMULATED_SIZES, ReadsSpec, Share, Spec
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.file_names import add_word
 from virnuc_core.reads.sources import create_reads_file
+from virnuc_core.reads.translate import STANDARD_CODE
 from virnuc_core.rundir import MATE_SUFFIXES, atomic_file, require_absent
 
 LABELS: Final = ("others", "virus")
@@ -288,11 +288,10 @@ def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np
 
 def _coding_codons() -> NDArray[np.uint8]:
     """Return the 61 codons that are no stops, as codes 0..3 of ACGT: uint8 [61, 3]."""
-    stop_codons = CodonTable.unambiguous_dna_by_id[1].stop_codons
-    codons: list[list[int]] = []
-    for bases in product("ACGT", repeat=3):
-        if "".join(bases) not in stop_codons:
-            codons.append(["ACGT".index(base) for base in bases])
+    codons: list[tuple[int, ...]] = []
+    for residue, bases in zip(STANDARD_CODE, product(range(4), repeat=3), strict=True):
+        if residue != "*":
+            codons.append(bases)
     return np.array(codons, np.uint8)
 
 

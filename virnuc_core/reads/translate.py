@@ -13,12 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
@@ -57,6 +55,9 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
     "protein_bytes": np.uint8,
     "dna_bytes": np.uint8,
 }
+# The residue of each codon in the order AAA, AAC, AAG, AAT, ACA, …; * is a stop. This is NCBI's
+# table 1. Biopython has it, too, but takes longer to import than a small file takes to read.
+STANDARD_CODE: Final = "KNKNTTTTRSRSIIMIQHQHPPPPRRRRLLLLEDEDAAAAGGGGVVVV*Y*YSSSS*CWCLFLF"
 FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
 
 _WINDOW_BASES: Final = 1 << 22  # bases of a long read that are the work of one item for a worker
@@ -184,10 +185,7 @@ def _code_tables() -> _CodeTables:
     for code, base in enumerate("ACGT"):
         base_codes[ord(base)] = code
         base_codes[ord(base.lower())] = code
-    standard = CodonTable.unambiguous_dna_by_id[1].forward_table
-    codons = ["".join(bases) for bases in product("ACGT", repeat=3)]
-    residues = [ord(standard.get(codon, "*")) for codon in codons]
-    forward = np.array(residues, np.uint8).reshape(4, 4, 4)
+    forward = np.frombuffer(STANDARD_CODE.encode("ascii"), np.uint8).reshape(4, 4, 4)
     # The codes of a base and its complement add up to 3, so reversing each axis complements a base.
     # Transposing reverses the order of the three bases.
     reverse = forward[::-1, ::-1, ::-1].T

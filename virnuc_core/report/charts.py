@@ -264,44 +264,6 @@ def all_charts(report: Report) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def read_charts(
-    length_edges: Sequence[float], length_counts: Sequence[int], score_counts: Sequence[int]
-) -> list[Chart]:
-    """Draw the lengths and the viral scores of the reads of a run. Empty charts are left out.
-
-    Args:
-        length_edges: Edges of the bins of lengths, in bases.
-        length_counts: Reads in each bin.
-        score_counts: Reads in equal bins of the viral score from 0 to 1.
-    """
-    lengths = scores = None
-    if length_counts:
-        lengths = Histogram(edges=tuple(length_edges), counts=tuple(length_counts))
-    if any(score_counts):
-        edges = np.linspace(0.0, 1.0, len(score_counts) + 1)
-        rounded_edges = tuple(np.round(edges, 6).tolist())
-        scores = Histogram(edges=rounded_edges, counts=tuple(score_counts))
-    charts = [
-        _chart(
-            "Read lengths",
-            "Number of reads by length",
-            _draw_histogram,
-            lengths,
-            "read length (bases)",
-            "reads",
-        ),
-        _chart(
-            "Viral scores",
-            "Number of reads by viral score",
-            _draw_histogram,
-            scores,
-            "viral score of the read",
-            "reads",
-        ),
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
 def _known_values(line: Line) -> list[bool]:
     """Return one flag per point of a line: its value is known."""
     return [value is not None for value in line.y]

@@ -5,7 +5,6 @@ of the run. They load no other files. Names of reads, files and samples are show
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,8 @@ from virnuc_core.encoder_names import NAMES
 from virnuc_core.errors import join_first
 from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
-from virnuc_core.report.charts import GENERATOR, Chart, read_charts
+from virnuc_core.report.charts import Chart
+from virnuc_core.report.histogram import draw_histogram
 from virnuc_core.report.render import Tile, fill_template, sections_markdown
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import Number, cell
@@ -31,6 +31,7 @@ from virnuc_core.system_errors import path_exists
 
 PAGE: Final = "summary.html"
 TEXT_PAGE: Final = "summary.md"
+GENERATOR: Final = "virnuc"
 PIECE_READS: Final = 65_536  # reads that are held in memory together
 MAX_CONTIGS: Final = 20
 MIN_CONTIG_BASES: Final = 1000  # shorter sequences are called reads, not contigs
@@ -57,8 +58,6 @@ FLAG_MEANINGS: Final = {
     "duplicate_of": "has the id of an earlier read",
     "unfamiliar": "unlike all that the classifier was trained on",
 }
-# matplotlib keeps its settings for the whole process, and samples are written side by side.
-_drawing = threading.Lock()
 
 
 @dataclass
@@ -117,9 +116,8 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         Section("How it was made", tables=[Table(_origin_rows(record, summary))]),
         _citation_section(record.virnuc_version),
     ]
-    with _drawing:
-        lengths, length_counts = _length_bins(figures.lengths)
-        charts = read_charts(lengths, length_counts, figures.scores.tolist())
+    lengths, length_counts = _length_bins(figures.lengths)
+    charts = read_charts(lengths, length_counts, figures.scores.tolist())
     page = SummaryPage(
         generator=GENERATOR,
         title=f"Prediction of {label}",
@@ -132,6 +130,28 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         further_sections=[section for section in further_sections if not section.is_empty],
     )
     return _write(run.root, page)
+
+
+def read_charts(
+    length_edges: Sequence[float], length_counts: Sequence[int], score_counts: Sequence[int]
+) -> list[Chart]:
+    """Draw the lengths and the viral scores of the reads of a run. Empty charts are left out.
+
+    Args:
+        length_edges: Edges of the bins of lengths, in bases.
+        length_counts: Reads in each bin.
+        score_counts: Reads in equal bins of the viral score from 0 to 1.
+    """
+    charts = []
+    if length_counts:
+        drawing = draw_histogram(length_edges, length_counts, "read length (bases)", "reads")
+        charts.append(Chart("Read lengths", "Number of reads by length", drawing))
+    if any(score_counts):
+        n_bins = len(score_counts)
+        edges = [edge / n_bins for edge in range(n_bins + 1)]
+        drawing = draw_histogram(edges, score_counts, "viral score of the read", "reads")
+        charts.append(Chart("Viral scores", "Number of reads by viral score", drawing))
+    return charts
 
 
 def write_samples_page(
