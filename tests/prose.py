@@ -98,7 +98,8 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path)
     pages = parser.parse_args().pages
     if not pages:
-        pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        readmes = [ROOT / "README.md", ROOT / "deployments" / "README.md"]
+        pages = [*readmes, *sorted((ROOT / "docs").rglob("*.md"))]
     print(f"{'page':50}  words  words a sentence  above {LONG_SENTENCE}  you per 1,000")
     for page in pages:
         prose = measure(page.read_text(encoding="utf-8"))

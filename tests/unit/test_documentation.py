@@ -23,6 +23,7 @@ TUTORIALS = [ROOT / "docs" / "first-hour.md"]
 # Pages that were rewritten. A page joins the list with its rewriting, and never leaves it.
 PLAIN_PAGES = [
     ROOT / "README.md",
+    ROOT / "deployments" / "README.md",
     ROOT / "docs" / "architecture.md",
     ROOT / "docs" / "cluster.md",
     ROOT / "docs" / "encoders.md",
