@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup kernels demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit dist image clean
+.PHONY: help setup kernels demo test test-slow real-data test-real real-tables check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements licences audit dist image clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -23,7 +23,8 @@ help:
 	@echo "make check     format, lint, types, quick tests     make lines      size and structure of the source"
 	@echo "make audit     known vulnerabilities of the versions make requirements  the same versions, with hashes"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
-	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 8 minutes"
+	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 10 minutes"
+	@echo "make real-tables   the tables on real genomes anew, in build/real-tables (DATA=FOLDER of genomes)"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
 	@echo "make docs      the documentation as a site, in build/site"
@@ -74,6 +75,11 @@ real-data: setup
 
 test-real: setup
 	$(BIN)/pytest -m real tests/real
+
+# DATA has the folders viral and host with genomes as FASTA files; what is done already stays
+DATA ?= ../shared/data
+real-tables: setup
+	$(BIN)/python -m tests.real.tables $(VIRNUC_REAL_DATA) $(DATA) build/real-tables
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -96,6 +96,8 @@ class Answer:
         tested: Whether the classifier has a card with the result of a test; None: not recorded.
         remarks: What to know before using the figures, a sentence or two each, worst first.
         message: The answer in one line.
+        domain_warning: That the reads are unlike those of the classifier's training; empty if they
+            are like them, or if it is not known. It is the last line on a terminal.
     """
 
     reads: int
@@ -112,6 +114,7 @@ class Answer:
     tested: bool | None
     remarks: tuple[str, ...]
     message: str
+    domain_warning: str
 
     @property
     def headline(self) -> str:
@@ -144,8 +147,12 @@ def answer_of(run: RunFacts) -> Answer:
         parts.append(RANDOM_WEIGHTS)
     elif run.has_card is False:
         parts.append("the classifier is untested (it has no card)")
-    if run.familiarity is not None and not random_weights:
-        parts.append(run.familiarity.headline)
+    familiarity = _stated_familiarity(run)
+    domain_warning = ""
+    if familiarity is not None:
+        parts.append(familiarity.headline)
+        if familiarity.is_outside:
+            domain_warning = familiarity.headline
     return Answer(
         reads=reads,
         viral=viral,
@@ -161,7 +168,21 @@ def answer_of(run: RunFacts) -> Answer:
         tested=run.has_card,
         remarks=remarks_of(run),
         message="; ".join(parts),
+        domain_warning=domain_warning,
     )
+
+
+def _stated_familiarity(run: RunFacts) -> SampleFamiliarity | None:
+    """Return how the reads compare with the training, if it is worth a line.
+
+    Of random weights no verdict means anything, so nothing is added to that. But reads that are
+    unlike the training are always told: the comparison needs no weights, and a random stand-in for
+    one encoder leaves the other one real.
+    """
+    familiarity = run.familiarity
+    if familiarity is None or (random_parts(run.origins) and not familiarity.is_outside):
+        return None
+    return familiarity
 
 
 def _headline(reads: int, viral: int, pairs: int, viral_pairs: int) -> str:
@@ -232,8 +253,9 @@ def remarks_of(run: RunFacts) -> tuple[str, ...]:
         run: The summary of a run, or the sum of several.
     """
     remarks = [*weight_remarks(run.origins, run.has_card)]
-    if run.familiarity is not None and run.familiarity.remark and not random_parts(run.origins):
-        remarks.append(run.familiarity.remark)
+    familiarity = _stated_familiarity(run)
+    if familiarity is not None and familiarity.remark:
+        remarks.append(familiarity.remark)
     remarks += [_as_sentence(remark) for remark in run.remarks]
     reads = sum(run.fates.values()) if run.n_reads is None else run.n_reads
     without_verdict = sum(run.fates.get(fate, 0) for fate in UNJUDGED_REASONS)

@@ -30,6 +30,16 @@ def answer_lines(answer: Answer, width: int | None = None) -> list[str]:
     return lines
 
 
+def warning_lines(answer: Answer) -> list[str]:
+    """Return the last line of a command: that its reads are unlike the training, if they are.
+
+    It is a single line, whatever the width, because programs look for it in the last line.
+    """
+    if not answer.domain_warning:
+        return []
+    return [f"{answer.domain_warning[0].upper()}{answer.domain_warning[1:]}."]
+
+
 def _count_lines(answer: Answer) -> list[str]:
     """Return a line for each count: viral, with a score, without a verdict, and too short."""
     counts = {

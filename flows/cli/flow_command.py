@@ -12,7 +12,7 @@ from pydantic import create_model
 from pydantic_core import to_jsonable_python
 
 from virnuc.flows.cli import run_from_terminal as terminal
-from virnuc.flows.cli.answer_text import answer_lines
+from virnuc.flows.cli.answer_text import answer_lines, warning_lines
 from virnuc.flows.cli.options import OnTerminal, command
 from virnuc.flows.cli.output import say, show_table
 from virnuc.flows.page_in_ui import page_in_ui
@@ -95,6 +95,9 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         say(f"Time: {elapsed_s:.1f} s")
+        answer = getattr(outcome.value, "answer", None)
+        if isinstance(answer, Answer):
+            say(*warning_lines(answer))
         return code
 
     return run

@@ -10,7 +10,7 @@ from cyclopts.types import NonNegativeFloat
 from cyclopts.validators import Number
 from pydantic import Field
 
-from virnuc.flows.cli.answer_text import answer_lines
+from virnuc.flows.cli.answer_text import answer_lines, warning_lines
 from virnuc.flows.cli.options import Flag, Json, Out, command
 from virnuc.flows.cli.output import say
 from virnuc_core.answer import answer_of
@@ -155,8 +155,10 @@ def rescore(settings: RescoreSettings) -> None:
     new_run = RunDir(settings.out)
     with run_lock(settings.out):
         summary = score_again(run, settings.head, new_run, settings)
-    say(*answer_lines(answer_of(summary)))
+    answer = answer_of(summary)
+    say(*answer_lines(answer))
     say("", f"Results: {settings.out}")
+    say(*warning_lines(answer))
 
 
 def export(

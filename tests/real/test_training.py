@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,34 +17,15 @@ from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.engine import shards
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.training.train_file import TrainFile
 
 from ..unit.encoders.encoder_batches import packed
-from .training import figures_table, make_models, make_reads, train
+from .conftest import Training
+from .training import figures_table
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 CPU = torch.device("cpu")
 MIN_AUROC = {"150 bases": 0.85, "300 bases": 0.95, "500 bases": 0.95}
 EVERY = 6  # of the sequences one is embedded again: half precision on a core is slow
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A training on real weights."""
-
-    folder: Path  # with the reads and their tables
-    models: Path
-    out: Path  # the training directory
-    record: TrainFile
-
-
-@pytest.fixture(scope="module")
-def training(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    folder = tmp_path_factory.mktemp("training")
-    reads = make_reads(wheels, folder, of_family=2, windows=150, viral=1_000, others=5_000)
-    models = make_models(wheels, folder).real
-    record = train(reads, models, folder / "out", "--repeats", "1")
-    return Training(folder, models, folder / "out", record)
 
 
 def test_no_family_of_viruses_is_on_two_sides(training: Training) -> None:

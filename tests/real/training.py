@@ -10,6 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,13 @@ def make_models(wheels: Path, out: Path) -> ModelPair:
 
 
 def make_reads(
-    wheels: Path, out: Path, of_family: int, windows: int, viral: int, others: int
+    wheels: Path,
+    out: Path,
+    of_family: int,
+    windows: int,
+    viral: int,
+    others: int,
+    kept_aside: Collection[str] = (),
 ) -> Path:
     """Cut labelled reads from real genomes.
 
@@ -57,11 +64,13 @@ def make_reads(
         windows: Windows of the host, at most.
         viral: Reads of viruses.
         others: Reads of the host, of which few have an open frame.
+        kept_aside: Families of viruses that are left out.
 
     Returns:
         The beginning of the names of the files.
     """
-    genomes = [*viruses(wheels, of_family), *hosts(wheels, windows)]
+    known = [genome for genome in viruses(wheels, of_family) if genome.group not in kept_aside]
+    genomes = [*known, *hosts(wheels, windows)]
     write_reads(genomes, out / "reads", LENGTH, viral, others)
     return out / "reads"
 
@@ -85,17 +94,18 @@ def train(reads: Path, models: Path, out: Path, *options: str) -> TrainFile:
     return read(out / TRAIN_FILE, TrainFile)
 
 
-def embed(reads: Path, models: Path, out: Path) -> RunDir:
+def embed(reads: Path, models: Path, out: Path, length: int = LENGTH) -> RunDir:
     """Embed labelled reads as a training does, without fragments of their genomes.
 
     Args:
         reads: The beginning of the names of the files with reads and tables.
         models: The models directory.
         out: The training directory.
+        length: Bases of a chunk.
     """
     command = [VIRNUC, "train", f"{reads}.fasta.gz", "--no-progress"]
     command += ["--truth", f"{reads}.truth.tsv", "--groups", f"{reads}.groups.tsv"]
-    command += ["--models", models, "--model-length", str(LENGTH), "--repeats", "0"]
+    command += ["--models", models, "--model-length", str(length), "--repeats", "0"]
     command += ["--devices", "cpu:2", "--seed", str(SEED), "-o", out]
     environment = os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
     subprocess.run(command, check=True, env=environment)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from virnuc.flows.cli.answer_text import answer_lines
+from virnuc.flows.cli.answer_text import answer_lines, warning_lines
 from virnuc_core.answer import (
     RANDOM_NOTE,
     RANDOM_WEIGHTS,
@@ -17,6 +17,7 @@ from virnuc_core.answer import (
 )
 from virnuc_core.reads.samples import add_summaries
 from virnuc_core.runfiles import RunSummary
+from virnuc_core.sample_familiarity import SampleFamiliarity, Verdict
 
 PUBLIC = {"esm2": "facebook/esm2", "dnabert_s": "zhihan1996/DNABERT-S", "head": "500_model.pth"}
 RANDOM = dict.fromkeys(PUBLIC, "random, seed 7")
@@ -104,6 +105,33 @@ def test_remarks_of_the_run_stand_between_those_on_weights_and_those_on_counts()
     assert remarks[1] == "The reads are unlike the training."
     assert "have no verdict" in remarks[2]
     assert "shorter than half of the classifier's 500 bases" in remarks[3]
+
+
+@pytest.mark.parametrize("origins", [PUBLIC, PUBLIC | {"dnabert_s": "random, seed 7"}, RANDOM])
+@pytest.mark.parametrize("verdict", ["unfamiliar", "partly unfamiliar"])
+def test_reads_unlike_the_training_are_told_last_whatever_the_weights(
+    verdict: Verdict, origins: dict[str, str]
+) -> None:
+    familiarity = SampleFamiliarity(verdict=verdict, compared=200, far=80)
+    answer = summary(familiarity=familiarity, origins=origins).answer
+    assert answer.message.endswith(f"; {answer.domain_warning}")
+    assert familiarity.remark in answer.remarks
+    [line] = warning_lines(answer)
+    assert line.startswith(f"{verdict.upper()} SAMPLE")
+    assert line.endswith("unlike all that the classifier was trained on.")
+
+
+@pytest.mark.parametrize("verdict", ["familiar", "too few reads", "unknown"])
+def test_other_samples_have_no_last_line_and_nothing_beside_random_weights(
+    verdict: Verdict,
+) -> None:
+    familiarity = SampleFamiliarity(verdict=verdict, compared=200)
+    answer = summary(familiarity=familiarity).answer
+    assert answer.message.endswith(familiarity.headline)
+    assert warning_lines(answer) == []
+    random_answer = summary(familiarity=familiarity, origins=RANDOM).answer
+    assert random_answer.message.endswith(RANDOM_WEIGHTS)
+    assert familiarity.remark not in random_answer.remarks
 
 
 def test_without_reads_nothing_is_said_of_shares() -> None:
