@@ -76,12 +76,14 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
         threshold: The user's threshold. It must be the default, because `fdr` replaces it.
 
     Raises:
-        ConfigError: The user gave both, or the card does not list this rate.
+        ConfigError: The user gave both, or the card does not list this rate or refuses it.
     """
     if threshold != DEFAULT_THRESHOLD:
         raise ConfigError(
             f"fdr {fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
         )
+    if fdr in card.expected_fdr and fdr not in card.thresholds:
+        raise ConfigError(_refusal(card, fdr))
     if not card.thresholds:
         raise ConfigError(
             f"fdr {fdr:g}: the head's card has no threshold for any false discovery rate, because "
@@ -93,6 +95,19 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
             f"fdr {fdr:g}: the head's card has no threshold for it; it has those for {known_rates}"
         )
     return card.thresholds[fdr]
+
+
+def _refusal(card: HeadCard, fdr: float) -> str:
+    """Return the reason why a card has no threshold for a false discovery rate that it names."""
+    expected_rate = card.expected_fdr[fdr]
+    known_rates = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "no rate"
+    return (
+        f"fdr {fdr:g}: the head's card refuses a threshold for it, because between "
+        f"{100 * expected_rate.low:.1f} and {100 * expected_rate.high:.1f} % of the reads called "
+        "viral could be wrong in a new sample: the head was tested with too few independent "
+        f"genomes, or does not separate well enough. It has thresholds for {known_rates}; "
+        "use --threshold instead, or train with more genomes"
+    )
 
 
 def training_mismatches(
@@ -177,6 +192,29 @@ def domain_note(head: HeadShape, settings: VerdictSpec, compared: ComparedReads)
     return (
         f"The thresholds of --fdr and --abstain hold for reads of {lengths} bases of {kinds}, "
         f"where {100 * head.card.prevalence:g} % of the reads are viral"
+        f"{_expected_rate_note(head.card, settings.fdr)}"
+    )
+
+
+def _expected_rate_note(card: HeadCard, fdr: float | None) -> str:
+    """Return what the threshold of a false discovery rate gives in new samples, as an addition.
+
+    Args:
+        card: The classifier's card.
+        fdr: The wanted rate. None: no threshold of the card is used, and nothing is added.
+    """
+    if fdr is None:
+        return ""
+    expected_rate = card.expected_fdr.get(fdr)
+    if expected_rate is None:
+        return (
+            f". How far the rate of --fdr {fdr:g} scatters between new samples is unknown: "
+            "the head was trained by an older version"
+        )
+    return (
+        f". With --fdr {fdr:g}, {100 * expected_rate.value:.1f} % of the reads called viral are "
+        f"expected to be wrong; in 95 of 100 new samples of such genomes, between "
+        f"{100 * expected_rate.low:.1f} and {100 * expected_rate.high:.1f} %"
     )
 
 

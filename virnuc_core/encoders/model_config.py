@@ -234,7 +234,13 @@ class HeadCard(Spec):
         {}, description="further ones, by name: auprc, precision, recall, ..."
     )
     thresholds: dict[Share, Share] = Field(
-        {}, description="false discovery rate: viral score from which it holds"
+        {}, description="false discovery rate: viral score from which it is expected"
+    )
+    expected_fdr: dict[Share, Estimate] = Field(
+        {},
+        description="wanted false discovery rate: the rate in new samples of other genomes of the "
+        "same kinds, with the interval that holds 95 % of such samples; "
+        "without a threshold: refused; none: an older card",
     )
     uncertain: tuple[Share, Share] | None = Field(
         None, description="viral scores from the first to below the second"

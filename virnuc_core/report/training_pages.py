@@ -16,6 +16,7 @@ from virnuc_core.report.domain_tables import (
 from virnuc_core.report.render import fill_template
 from virnuc_core.report.text import cell, percent
 from virnuc_core.training.evaluation import Figures, Points
+from virnuc_core.training.thresholds import MAX_RATE_RATIO
 from virnuc_core.training.train_file import TrainFile
 
 MIN_CLUSTERS: Final = 10  # of genomes of a class; fewer say little of a head
@@ -234,10 +235,12 @@ class Auroc:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The score from which a false discovery rate holds."""
+    """The score for a false discovery rate, and the rate that it gives."""
 
     rate: float
-    score: str
+    score: str  # or that it is refused
+    expected: str  # the rate in new samples
+    interval: str  # that holds 95 % of new samples
     realised: str  # the rate in the test of this very head
 
 
@@ -270,6 +273,7 @@ class TrainingPage:
     charts: list[TrainingChart]
     prevalence: str
     uncertain: str
+    threshold_note: str
     thresholds: list[Threshold]
     genomes: list[Genome]
     num_genomes: int
@@ -297,6 +301,7 @@ def training_page(training: TrainFile) -> str:
         charts=training_charts(training),
         prevalence=str(percent(card.prevalence)),
         uncertain=_uncertain_scores(card, "Uncertain: scores from {low} to below {high}."),
+        threshold_note=_threshold_note(card),
         thresholds=_thresholds(training),
         genomes=[_genome(training, name) for name in names_of_genomes[:MAX_GENOMES]],
         num_genomes=len(names_of_genomes),
@@ -368,15 +373,42 @@ def _uncertain_scores(card: HeadCard, words: str) -> str:
     return words.format(low=f"{low:.3f}", high=f"{high:.3f}")
 
 
-def _thresholds(training: TrainFile) -> list[Threshold]:
-    """Return the thresholds of the head, with the false discovery rates measured in its test.
+def _threshold_note(card: HeadCard) -> str:
+    """Return what the columns of the table of thresholds mean."""
+    share = f"At {percent(card.prevalence)} of viral reads."
+    if card.thresholds and not card.expected_fdr:
+        return (
+            f"{share} The card is of an older version: how far the rates scatter between new "
+            "samples is unknown."
+        )
+    return (
+        f"{share} A new sample has other genomes of the same kinds: as many as the head was "
+        "tested with, and the same share of reads of each kind. In 95 of 100 such samples the rate "
+        "lies between the two limits. A threshold is refused if the upper limit is more than "
+        f"{MAX_RATE_RATIO:g} times the wanted rate, or as high as if every read was called viral."
+    )
 
-    A threshold was chosen for a wanted rate. In the test, the rate may have been another.
+
+def _thresholds(training: TrainFile) -> list[Threshold]:
+    """Return the thresholds of the head, with the false discovery rates that they give.
+
+    A threshold was chosen for a wanted rate. In new samples, and in the head's own test, the rate
+    may be another. Rates whose threshold was refused are in the table, too.
     """
+    card = training.card
     thresholds = []
-    for rate, score in training.card.thresholds.items():
-        realised_rate = cell(percent(training.realised_fdr[rate], 2))
-        thresholds.append(Threshold(rate, f"{score:.4f}", realised_rate))
+    for rate in sorted(card.thresholds | card.expected_fdr):
+        score = "refused"
+        realised_rate = cell(None)
+        if rate in card.thresholds:
+            score = f"{card.thresholds[rate]:.4f}"
+            realised_rate = cell(percent(training.realised_fdr[rate], 2))
+        expected, interval = "unknown", "unknown"
+        estimate = card.expected_fdr.get(rate)
+        if estimate is not None:
+            expected = str(percent(estimate.value, 1))
+            interval = f"{percent(estimate.low, 1)} to {percent(estimate.high, 1)}"
+        thresholds.append(Threshold(rate, score, expected, interval, realised_rate))
     return thresholds
 
 
@@ -428,6 +460,7 @@ class ModelCard:
     rows: list[CardRow]
     domain: DomainView | None
     prevalence: str
+    threshold_note: str
     thresholds: list[Threshold]
     uncertain: str
     charts: list[TrainingChart]
@@ -453,6 +486,7 @@ def model_card(training: TrainFile, *, with_charts: bool) -> str:
         rows=[_card_row(line) for line in training.figures if line.level == "read"],
         domain=domain_view(card.domain),
         prevalence=str(percent(card.prevalence)),
+        threshold_note=_threshold_note(card),
         thresholds=_thresholds(training),
         uncertain=_uncertain_scores(card, "Scores from {low} to below {high} are uncertain."),
         charts=training_charts(training) if with_charts else [],

@@ -23,8 +23,9 @@ from virnuc_core.lease import make_folder
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import sha256_of
 from virnuc_core.training.evaluation import Figures, fdr_thresholds
+from virnuc_core.training.thresholds import choose_thresholds
 
-FALSE_DISCOVERY_RATES: Final = (0.001, 0.01, 0.05, 0.1)  # that thresholds are kept for
+FALSE_DISCOVERY_RATES: Final = (0.001, 0.01, 0.05, 0.1, 0.2)  # that thresholds are kept for
 MAX_WRONG_SHARE: Final = 0.05  # of verdicts; scores where more are wrong are uncertain
 
 
@@ -45,7 +46,7 @@ def make_card(
             read, label, cluster (of genomes) and side (training, validation or test set).
         spec: The table of origins, and the prevalence that the card's numbers hold for.
         scored_reads: Whole reads of genomes that the head did not learn from, with the columns
-            score and label.
+            score, label, source (number of the independent genome) and kind.
         figures: The metrics of these reads at `spec.prevalence`.
         domain: How the head judged reads of each kind, GC content and length.
         encoder_digests: Digests of the encoders that the head was trained with.
@@ -53,6 +54,7 @@ def make_card(
     n_bases = np.asarray(store.read_length)[rows["read"].unique()]  # of each read
     metrics = {name: value for name, value in figures.metrics.items() if value is not None}
     auroc = metrics.pop("auroc")  # it has a field of its own
+    thresholds = choose_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence)
     return HeadCard(
         reads=store.fingerprint,
         truth=sha256_of(spec.truth),
@@ -62,7 +64,8 @@ def make_card(
         prevalence=spec.prevalence,
         auroc=auroc,
         metrics=metrics,
-        thresholds=fdr_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence),
+        thresholds=thresholds.scores,
+        expected_fdr=thresholds.expected_rates,
         uncertain=_uncertain_scores(scored_reads),
         domain=domain,
     )

@@ -52,7 +52,7 @@ from virnuc_core.training.fragments import (
 )
 from virnuc_core.training.splits import Examples
 from virnuc_core.training.train_file import TRAIN_FILE, TRAIN_PAGE, TrainFile
-from virnuc_core.training.truth import SIDES, TEST_SIDE
+from virnuc_core.training.truth import KIND, SIDES, TEST_SIDE
 
 MODELS_FOLDER: Final = "encoders"  # in a training directory: the models of its embeddings
 HEAD_FOLDER: Final = "head"
@@ -197,7 +197,7 @@ def train_head(
         store,
         features.rows,
         spec,
-        head_evaluation.card_reads,
+        _with_genomes(head_evaluation.card_reads, examples),
         head_evaluation.card_figures,
         head_evaluation.domain,
         encoder_digests,
@@ -278,6 +278,18 @@ def _evaluate(scorings: Sequence[Scoring], job: TrainingJob) -> Evaluation:
         card_test_set = CROSS_VALIDATION
     domain = _describe_domain(scorings, card_test_set, job)
     return Evaluation(figures, scored_reads, card_test_set, domain)
+
+
+def _with_genomes(reads: pd.DataFrame, examples: Examples) -> pd.DataFrame:
+    """Return scored reads with the columns source (number of the independent genome) and kind.
+
+    Args:
+        reads: Scored reads, indexed by their numbers.
+        examples: The frames of the reads, and the genomes.
+    """
+    genome_of_read = examples.rows.groupby("read")["genome"].first()
+    genomes = examples.genomes.loc[genome_of_read[reads.index]]
+    return reads.assign(source=genomes["source"].to_numpy(), kind=genomes[KIND].to_numpy())
 
 
 def _describe_domain(

@@ -12,5 +12,10 @@ CARD = HeadCard(
     prevalence=0.1,
     auroc=Estimate(value=0.9, low=0.85, high=0.94),
     thresholds={0.01: 0.93, 0.1: 0.6},
+    expected_fdr={
+        0.01: Estimate(value=0.01, low=0.002, high=0.029),
+        0.05: Estimate(value=0.05, low=0.0, high=0.4),
+        0.1: Estimate(value=0.1, low=0.05, high=0.2),
+    },
     uncertain=(0.4, 0.6),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from virnuc_core.config import VerdictSpec
-from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
-from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.composition import UNKNOWN_TRAINING
+from virnuc_core.encoders.head_card import domain_note, score_thresholds, training_mismatches
+from virnuc_core.encoders.model_config import HeadCard, HeadShape
 from virnuc_core.errors import ConfigError
 
 from .head_cards import CARD
@@ -39,6 +42,11 @@ def test_the_card_gives_what_is_asked_and_nothing_else(
         (BARE, {"fdr": 0.01}, "fdr, abstain: the head has no card"),
         (BARE, {"abstain": True}, "abstain: the head has no card"),
         (HEAD, {"fdr": 0.02}, r"fdr 0\.02: .* no threshold for it; it has those for 0\.01, 0\.1"),
+        (
+            HEAD,
+            {"fdr": 0.05},
+            r"fdr 0\.05: .* refuses .* between 0\.0 and 40\.0 % .* for 0\.01, 0\.1;",
+        ),
         (HEAD, {"fdr": 0.01, "threshold": 0.7}, r"fdr 0\.01 and threshold 0\.7 both say"),
     ],
 )
@@ -51,7 +59,11 @@ def test_what_the_card_does_not_tell_is_one_line(
 
 def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
     empty = BARE.model_copy(
-        update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})}
+        update={
+            "card": CARD.model_copy(
+                update={"thresholds": {}, "expected_fdr": {}, "uncertain": None}
+            )
+        }
     )
     with pytest.raises(
         ConfigError, match=r"has no threshold for any false discovery rate, .*--threshold"
@@ -59,6 +71,42 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
         score_thresholds(empty, VerdictSpec(fdr=0.01))
     with pytest.raises(ConfigError, match="names no uncertain scores"):
         score_thresholds(empty, VerdictSpec(abstain=True))
+
+
+def test_a_card_that_refuses_every_rate_says_so() -> None:
+    card = CARD.model_copy(update={"thresholds": {}})
+    head = BARE.model_copy(update={"card": card})
+    with pytest.raises(ConfigError, match="It has thresholds for no rate"):
+        score_thresholds(head, VerdictSpec(fdr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "note"),
+    [
+        (CARD, {"fdr": 0.1}, r"10\.0 % .* expected to be wrong; .* between 5\.0 and 20\.0 %$"),
+        (
+            CARD.model_copy(update={"expected_fdr": {}}),
+            {"fdr": 0.1},
+            r"scatters between new samples is unknown: .* older version$",
+        ),
+        (CARD, {"abstain": True}, r"10 % of the reads are viral$"),
+    ],
+    ids=["with an interval", "an older card", "no threshold asked for"],
+)
+def test_the_answer_of_a_run_states_the_interval_for_new_samples(
+    card: HeadCard, settings: dict[str, float], note: str
+) -> None:
+    head = BARE.model_copy(update={"card": card})
+    compared = UNKNOWN_TRAINING
+    assert re.search(note, domain_note(head, VerdictSpec(**settings), compared))
+
+
+def test_a_card_of_an_older_version_can_be_read_and_its_thresholds_used() -> None:
+    older = CARD.model_dump(mode="json")
+    del older["expected_fdr"]
+    card = HeadCard.model_validate(older)
+    head = BARE.model_copy(update={"card": card})
+    assert score_thresholds(head, VerdictSpec(fdr=0.01)).viral == 0.93
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def card(**changes: Any) -> HeadCard:
         prevalence=0.01,
         auroc=GOOD,
         thresholds={0.01: 0.98765},
+        expected_fdr={0.01: Estimate(value=0.009, low=0.002, high=0.028)},
         uncertain=(0.4, 0.6),
     )
     return base.model_copy(update=changes)

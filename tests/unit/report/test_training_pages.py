@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from virnuc_core.encoders.model_config import Estimate
 from virnuc_core.report.messages import training_message
 from virnuc_core.report.training_pages import (
     model_card,
@@ -130,18 +131,37 @@ def test_a_long_list_of_genomes_is_cut_and_says_so() -> None:
 def test_the_card_tells_thresholds_sides_and_digests() -> None:
     text = model_card(training(), with_charts=False)
     assert "from reads of 100 to 500 bases (half of them up to 250)." in text
-    assert "0.01 from a score of 0.9877 (in the test of this very head 1.23 %)." in text
+    assert "| 0.01 | 0.9877 | 0.9 % | 0.2 % to 2.8 % | 1.23 % |" in text
     assert "| test | 10 | 11 | 15 |" in text
     assert f"head {'3' * 16}." in text
     assert "data:image" not in text
 
 
 def test_reads_of_one_length_and_a_head_without_thresholds() -> None:
-    one_length = card(lengths=(150, 150, 150), thresholds={}, uncertain=(0.5, 0.5))
+    one_length = card(lengths=(150, 150, 150), thresholds={}, expected_fdr={}, uncertain=(0.5, 0.5))
     text = model_card(training(card=one_length), with_charts=False)
     assert "from reads of 150 bases." in text
-    assert "nothing that any threshold could hold." in text
+    assert "no threshold keeps any false discovery rate." in text
     assert "No score is uncertain." in text
+
+
+def test_a_refused_threshold_is_shown_with_its_interval() -> None:
+    wide = {0.05: Estimate(value=0.05, low=0, high=0.31)}
+    refused = training(card=card(thresholds={}, expected_fdr=wide), realised_fdr={})
+    row = "| 0.05 | refused | 5.0 % | 0.0 % to 31.0 % | n/a |"
+    assert row in model_card(refused, with_charts=False)
+    page = HtmlPage(training_page(refused))
+    for text in ("refused", "0.0 % to 31.0 %"):
+        assert text in page.texts
+
+
+def test_a_card_of_an_older_version_says_that_the_scatter_of_new_samples_is_unknown() -> None:
+    older = training(card=card(expected_fdr={}))
+    text = model_card(older, with_charts=False)
+    assert "| 0.01 | 0.9877 | unknown | unknown | 1.23 % |" in text
+    words = "how far the rates scatter between new samples is unknown"
+    assert words in text
+    assert words in training_page(older)
 
 
 def test_curves_and_histograms_are_drawn_to_scale() -> None:
