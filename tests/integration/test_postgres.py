@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,16 @@ import pytest
 
 from tests.process_lookup import family_of, kill_all
 
-from .processes import reserved_port
+from .processes import PREFECT, ROOT, reserved_port, wait_for
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 pytestmark = [
     pytest.mark.postgres,
+    pytest.mark.timeout(900),  # the sum of all waits on a busy machine
     pytest.mark.skipif(
         not PROGRAMS, reason="PostgreSQL's server programs are not in /usr/lib/postgresql"
     ),
 ]
-ROOT = Path(__file__).resolve().parents[2]
-PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
-
-
-def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (result := truth()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.2)
-    return result
 
 
 def succeeds(*command: str) -> bool:
@@ -94,7 +84,7 @@ def database(database_port: int) -> Iterator[str]:
             **options,
         ):
             ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(database_port)]
-            wait_for(lambda: succeeds(*ready), 30, "PostgreSQL")
+            wait_for(lambda: succeeds(*ready), "PostgreSQL")
             commands = [
                 str(programs / "createdb"),
                 "-h",
@@ -144,7 +134,7 @@ def test_a_flow_survives_a_restart_of_the_server(
     server = [*PREFECT, "server", "start", "--port", str(port)]
     worker = [*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"]
     with background(server, log, env=environment) as first_server:
-        wait_for(healthy, 90, "the server")
+        wait_for(healthy, "the server")
         subprocess.run(
             ["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True
         )
@@ -164,16 +154,15 @@ def test_a_flow_survives_a_restart_of_the_server(
                 f"deployments/{flow_runs[0]}/create_flow_run",
                 parameters=arguments | {"shard_tokens": 8192},
             )["id"]
-            wait_for(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, 120, "three shards")
+            wait_for(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, "three shards")
             first_server.terminate()
             first_server.wait(30)
             assert not healthy()
             time.sleep(3)
             with background(server, log, env=environment):
-                wait_for(healthy, 90, "the server, again")
+                wait_for(healthy, "the server, again")
                 wait_for(
                     lambda: run_state(run)["name"] in ("Completed", "Failed", "Crashed"),
-                    180,
                     "the flow to end",
                 )
                 state = run_state(run)

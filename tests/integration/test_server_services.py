@@ -219,6 +219,7 @@ def state(client: SyncPrefectClient, run: UUID) -> str:
     return run_state.name or ""
 
 
+@pytest.mark.timeout(900)  # each command of Prefect takes a minute on a busy machine
 def test_plain_prefect_deploy_works_and_make_deploy_switches_on_what_it_was_given_paths_for(
     client: SyncPrefectClient, server: dict[str, str], tmp_path: Path
 ) -> None:

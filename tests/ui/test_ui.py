@@ -51,6 +51,7 @@ BLOCK = (
 BROWSER = shutil.which("chromium")
 pytestmark = [
     pytest.mark.ui,
+    pytest.mark.timeout(900),  # the sum of all waits on a busy machine
     pytest.mark.skipif(BROWSER is None, reason="no chromium here; see make test-ui"),
 ]
 
@@ -90,7 +91,7 @@ class Server:
         )
         return dict(answer[0]) if answer else None
 
-    def wait(self, deployment: str, *names: str, timeout_s: float = 120) -> dict[str, Any]:
+    def wait(self, deployment: str, *names: str, timeout_s: float = 280) -> dict[str, Any]:
         """The newest run, once its state bears one of the names."""
         deadline = time.monotonic() + timeout_s
         while (run := self.run(deployment)) is None or run["state_name"] not in names:
