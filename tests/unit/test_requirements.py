@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
@@ -58,6 +59,19 @@ def test_production_gets_the_tested_versions(locked: dict[str, str]) -> None:
     both = locked.keys() & tested.keys()
     assert len(both) > 100
     assert {name: locked[name] for name in both} == {name: tested[name] for name in both}
+
+
+def test_prefects_range_holds_the_tested_version_and_ci_looks_beyond_it(
+    locked: dict[str, str],
+) -> None:
+    """CI tells of a Prefect that the range leaves out, and not of one that it already admits."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    dependencies = [Requirement(text) for text in settings["project"]["dependencies"]]
+    (prefect,) = [package for package in dependencies if package.name == "prefect"]
+    assert prefect.specifier.contains(locked["prefect"])
+    bounds = [bound.version for bound in prefect.specifier if bound.operator == "<"]
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"'prefect>=([^']+)'", ci) == bounds
 
 
 def test_every_package_has_a_hash(locked: dict[str, str]) -> None:
