@@ -64,8 +64,9 @@ $(SNAKEMAKE): deployments/snakemake/requirements.txt
 		|| { rm -rf $@; echo "note: Snakemake cannot be had here; its wrapper is not tested"; }
 	@test ! -d $@ || touch $@
 
+# Three at a time on two cores: these tests wait for servers, leases and processes a quarter of their time.
 test-slow: setup $(SNAKEMAKE)
-	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ui and not postgres and not real"
+	$(BIN)/pytest -n 3 --dist worksteal -m "slow and not ui and not postgres and not real"
 
 # 170 MB of other projects' wheels: read as files, never installed, committed or imported (licences: docs/training.md)
 export VIRNUC_REAL_DATA ?= real-data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +40,7 @@ def with_speed(path: Path, entries: tuple[HistoryEntry, ...], factor: float) -> 
 
 @pytest.mark.slow
 def test_the_job_fails_after_a_faster_run_and_keeps_the_history_of_good_runs(
-    tmp_path: Path, few_reads: Path, models: Path
+    tmp_path: Path, few_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
     history = tmp_path / "kept" / "virnuc-history.jsonl"
     profile = tmp_path / "ci-test.toml"
@@ -55,7 +54,7 @@ def test_the_job_fails_after_a_faster_run_and_keeps_the_history_of_good_runs(
         return subprocess.run(
             [*map(str, command)],
             cwd=tmp_path,
-            env=os.environ
+            env=child_environment
             | {"VIRNUC": str(Path(sys.executable).with_name("virnuc")), **environment},
             capture_output=True,
             text=True,

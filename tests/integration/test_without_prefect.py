@@ -161,6 +161,12 @@ def missing_profile(surroundings: Surroundings) -> None:
     surroundings.environment["PREFECT_PROFILE"] = "missing"
 
 
+def all_settings_wrong(surroundings: Surroundings) -> None:
+    """All at once: one of them alone would stop a command that asks Prefect."""
+    for spoil in (damaged_profiles, wrong_address, wrong_level, missing_profile):
+        spoil(surroundings)
+
+
 @pytest.fixture(scope="module")
 def results(
     tmp_path_factory: pytest.TempPathFactory,
@@ -182,10 +188,7 @@ def results(
         pytest.param(sound, marks=pytest.mark.slow),
         pytest.param(home_absent, marks=pytest.mark.slow),
         pytest.param(home_is_a_file, marks=pytest.mark.slow),
-        pytest.param(damaged_profiles, marks=pytest.mark.slow),
-        pytest.param(wrong_address, marks=pytest.mark.slow),
-        pytest.param(wrong_level, marks=pytest.mark.slow),
-        pytest.param(missing_profile, marks=pytest.mark.slow),
+        pytest.param(all_settings_wrong, marks=pytest.mark.slow),
     ],
 )
 def test_a_prediction_without_prefect_never_asks_for_it(
