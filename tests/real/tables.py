@@ -2,12 +2,14 @@
 
 Each table comes from a module of this folder, which can also be run by itself with the same
 arguments. It writes to a folder of its own in OUT; OUT/tables.md then holds all of them. A module
-whose table is there already is passed over, so an interrupted command can be started again.
+whose table is there already is passed over, so an interrupted command can be started again. It
+begins the table anew at which it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from typing import Final
 TABLES: Final = {
     "kinds": "balancing.md",
     "familiarity": "familiarity.md",
+    "heads": "heads.md",
+    "accuracy": "accuracy.md",
 }
 DONE: Final = "done"  # an empty file beside a table that is complete
 
@@ -40,8 +44,10 @@ def make_tables(wheels: Path, data: Path, out: Path, modules: Sequence[str]) -> 
     for module in modules:
         folder = out / module
         if not (folder / DONE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
             start_s = time.monotonic()
-            command = [sys.executable, "-m", f"{__package__}.{module}", wheels, data, folder]
+            command: list[str | Path] = [sys.executable, "-m", f"{__package__}.{module}"]
+            command += [wheels, data, folder]
             subprocess.run(command, check=True)
             (folder / DONE).touch()
             print(f"{module}: {time.monotonic() - start_s:.0f} s", flush=True)
