@@ -247,6 +247,8 @@ class RunDir:
     summary = _PathInside("summary.json")
     former_summary = _PathInside("summary.json.former")  # while its files are written again
     rescore = _PathInside("rescore.json")  # in a directory with results of `virnuc rescore`
+    page = _PathInside("summary.html")
+    text_page = _PathInside("summary.md")
     digests = _PathInside("digests.json")  # of result files in a directory without a summary
 
     def reads_of(self, verdicts: Iterable[str] = VERDICT_FILES) -> tuple[Path, ...]:

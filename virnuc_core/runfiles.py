@@ -543,6 +543,12 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
     return kind(**{**fields, **made_from})
 
 
+class RescoredRun(RunFile):
+    """The part of `rescore.json` that says which run was scored again."""
+
+    run: str = ""
+
+
 def read_record(run: RunDir) -> RunRecord:
     """Read the record of a run.
 
@@ -553,9 +559,16 @@ def read_record(run: RunDir) -> RunRecord:
         The content of `run.json`.
 
     Raises:
-        ConfigError: It is absent or cannot be read.
+        ConfigError: It is absent or cannot be read. Results of `virnuc rescore` have none: the
+            error names their run.
     """
     if not path_exists(run.record):
+        if path_exists(run.rescore):
+            former_run = read(run.rescore, RescoredRun, run.root).run
+            raise ConfigError(
+                f"{run.root}: holds results of virnuc rescore, without embeddings of its own; "
+                f"name the run that was scored again: {former_run}"
+            )
         raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
     return read(run.record, RunRecord)
 

@@ -13,7 +13,6 @@ from pydantic import Field
 from virnuc.flows.cli.answer_text import answer_lines, warning_lines
 from virnuc.flows.cli.options import Flag, Json, Out, command
 from virnuc.flows.cli.output import say
-from virnuc_core.answer import answer_of
 from virnuc_core.config import VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, run_lock
@@ -149,16 +148,17 @@ class RescoreSettings(VerdictSpec):
 @command(RescoreSettings, "run")
 def rescore(settings: RescoreSettings) -> None:
     """Score a finished run's embeddings again: another head or threshold, no GPU."""
+    from virnuc_core.report.summary_page import write_rescore_pages
     from virnuc_core.tools.rescore import rescore as score_again
 
     run = RunDir(settings.run)
     new_run = RunDir(settings.out)
     with run_lock(settings.out):
         summary = score_again(run, settings.head, new_run, settings)
-    answer = answer_of(summary)
-    say(*answer_lines(answer))
-    say("", f"Results: {settings.out}")
-    say(*warning_lines(answer))
+        page = write_rescore_pages(new_run, run, summary, settings.head)
+    say(*answer_lines(summary.answer))
+    say("", f"Results: {settings.out}", f"Page: {page}")
+    say(*warning_lines(summary.answer))
 
 
 def export(

@@ -5,10 +5,11 @@ of the run. They load no other files. Names of reads, files and samples are show
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ import pandas as pd
 import virnuc_core
 from virnuc_core.answer import PART_TITLES, UNJUDGED_REASONS, Answer
 from virnuc_core.checked_files import with_page_digest
+from virnuc_core.confidential import redact
 from virnuc_core.encoder_names import NAMES
 from virnuc_core.errors import join_first
 from virnuc_core.reads.samples import SampleRow
@@ -26,8 +28,18 @@ from virnuc_core.report.render import Tile, fill_template, sections_markdown
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import Number, cell
 from virnuc_core.rundir import RunDir, write_text_atomically
-from virnuc_core.runfiles import RunRecord, RunSummary, read_record
+from virnuc_core.runfiles import (
+    FileDigest,
+    RunRecord,
+    RunSummary,
+    now,
+    read_record,
+    redact_credentials,
+)
 from virnuc_core.system_errors import path_exists
+
+if TYPE_CHECKING:
+    from virnuc_core.tools.rescore import RescoreSummary
 
 PAGE: Final = "summary.html"
 TEXT_PAGE: Final = "summary.md"
@@ -107,17 +119,12 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         StorageError: The disk refuses.
     """
     record = read_record(run)
-    figures = _read_figures(run, summary)
+    figures = _read_figures(run, summary.files)
     answer = summary.answer
-    first_sections = [_first_section(answer), _verdict_section(answer, summary)]
-    further_sections = [
-        _flag_section(figures, answer),
-        _contig_section(figures),
-        Section("How it was made", tables=[Table(_origin_rows(record, summary))]),
-        _citation_section(record.virnuc_version),
-    ]
-    lengths, length_counts = _length_bins(figures.lengths)
-    charts = read_charts(lengths, length_counts, figures.scores.tolist())
+    command = record.attempts[-1].command if record.attempts else ()
+    facts = _origin_facts(command, record, summary.origins, summary.threshold)
+    facts["devices"] = ", ".join(device.name for device in summary.devices)
+    facts |= _version_facts(record.virnuc_version, record)
     page = SummaryPage(
         generator=GENERATOR,
         title=f"Prediction of {label}",
@@ -125,11 +132,92 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         subtitle=f"made {_minute(record.created)}",
         is_unsafe=bool(answer.random_weights),
         tiles=_tiles(answer),
-        first_sections=[section for section in first_sections if not section.is_empty],
-        charts=charts,
-        further_sections=[section for section in further_sections if not section.is_empty],
+        first_sections=_first_sections(answer, summary.pairs),
+        charts=_figure_charts(figures),
+        further_sections=_further_sections(figures, answer, facts, record.virnuc_version),
     )
     return _write(run.root, page)
+
+
+def write_rescore_pages(
+    out: RunDir, run: RunDir, summary: "RescoreSummary", head: Path | None
+) -> Path:
+    """Write the two pages of a run that was scored again, and return the path of the HTML page.
+
+    Args:
+        out: The directory with the new results. This process holds its lease.
+        run: The run whose embeddings were scored.
+        summary: The content of `rescore.json`.
+        head: The classifier that the user named; None: the scores of the run were kept.
+
+    Raises:
+        DamagedFileError: `reads.tsv` or a record is not as it was left.
+        StorageError: The disk refuses.
+    """
+    record = read_record(run)
+    figures = _read_figures(out, summary.files)
+    answer = summary.answer
+    threshold = summary.results.threshold
+    classifier = "the scores of that run" if head is None else f"the classifier in {head}"
+    remark = (
+        f"This is the run {run.root}, judged again by {classifier} with the threshold "
+        f"{threshold:g}. Its own verdicts are in {run.root}."
+    )
+    command = [redact(redact_credentials(word)) for word in sys.argv]
+    facts = {"run": summary.run, "classifier": classifier}
+    facts |= _origin_facts(command, record, summary.origins, threshold)
+    facts |= _version_facts(virnuc_core.__version__, record)
+    page = SummaryPage(
+        generator=GENERATOR,
+        title=f"Run {run.root.resolve().name}, scored again",
+        headline=answer.headline,
+        subtitle=f"made {_minute(now())}",
+        is_unsafe=bool(answer.random_weights),
+        tiles=_tiles(answer),
+        first_sections=_first_sections(answer, summary.pairs, remark),
+        charts=_figure_charts(figures),
+        further_sections=_further_sections(figures, answer, facts, virnuc_core.__version__),
+    )
+    return _write(out.root, page)
+
+
+def _first_sections(answer: Answer, pairs: dict[str, int], own_remark: str = "") -> list[Section]:
+    """Return what stands before the charts: what to know first, and the verdicts.
+
+    Args:
+        answer: The answer, with its remarks.
+        pairs: The number of pairs by fate.
+        own_remark: A further remark, which comes first.
+    """
+    sections = [_first_section(answer, own_remark), _verdict_section(answer, pairs)]
+    return [section for section in sections if not section.is_empty]
+
+
+def _further_sections(
+    figures: _ReadFigures, answer: Answer, facts: Mapping[str, str], version: str | None
+) -> list[Section]:
+    """Return what stands behind the charts: flags, contigs, origin and citations.
+
+    Args:
+        figures: The figures of the table of reads.
+        answer: The answer.
+        facts: How the results were made, by name.
+        version: The version of virnuc that made the results; None if it is not known.
+    """
+    origin_rows: list[Row] = [{"What": name, "Value": value} for name, value in facts.items()]
+    sections = [
+        _flag_section(figures, answer),
+        _contig_section(figures),
+        Section("How it was made", tables=[Table(origin_rows)]),
+        _citation_section(version),
+    ]
+    return [section for section in sections if not section.is_empty]
+
+
+def _figure_charts(figures: _ReadFigures) -> list[Chart]:
+    """Draw the lengths and the viral scores of the reads."""
+    lengths, length_counts = _length_bins(figures.lengths)
+    return read_charts(lengths, length_counts, figures.scores.tolist())
 
 
 def read_charts(
@@ -188,7 +276,7 @@ def write_samples_page(
             sentences=["Each sample has a page of its own, summary.html in its folder."],
             tables=[Table(table)],
         ),
-        _verdict_section(answer, summary),
+        _verdict_section(answer, summary.pairs),
     ]
     page = SummaryPage(
         generator=GENERATOR,
@@ -272,17 +360,22 @@ def _first_section(answer: Answer, own_remark: str = "") -> Section:
     )
 
 
-def _verdict_section(answer: Answer, summary: RunSummary) -> Section:
-    """Return the table of verdicts, with the reads that have none and why, and of pairs."""
+def _verdict_section(answer: Answer, pairs: dict[str, int]) -> Section:
+    """Return the table of verdicts, with the reads that have none and why, and of pairs.
+
+    Args:
+        answer: The answer.
+        pairs: The number of pairs by fate.
+    """
     counts = {"viral": answer.viral, "not viral": answer.others}
     for reason, count in answer.why_without_verdict.items():
         counts[f"no verdict: {reason}"] = count
     counts["all reads"] = answer.reads
     tables = [Table(_share_rows(counts, answer.reads))]
     if answer.pairs:
-        tables.append(Table(_share_rows(_pair_counts(summary.pairs), answer.pairs), "Pairs"))
+        tables.append(Table(_share_rows(_pair_counts(pairs), answer.pairs), "Pairs"))
     sentences = ["A read without a verdict is unknown. It does not count as not viral."]
-    if summary.fates.get("no_open_frame"):
+    if UNJUDGED_REASONS["no_open_frame"] in answer.why_without_verdict:
         sentences.append(NO_FRAME_NOTE)
     return Section("Verdicts", sentences=sentences, tables=tables)
 
@@ -330,22 +423,34 @@ def _contig_section(figures: _ReadFigures) -> Section:
     )
 
 
-def _origin_rows(record: RunRecord, summary: RunSummary) -> list[Row]:
-    """Return table rows on command, files, weights and versions."""
+def _origin_facts(
+    command: Sequence[str],
+    record: RunRecord,
+    origins: Mapping[str, str],
+    threshold: float | None,
+) -> dict[str, str]:
+    """Return what the results were made from, by name.
+
+    Args:
+        command: The command that made them; empty if it is not known.
+        record: The record of the run that read the files.
+        origins: Where the weights of each model come from.
+        threshold: The score from which a read is viral.
+    """
     facts: dict[str, str] = {}
-    if record.attempts:
-        last_attempt = record.attempts[-1]
-        facts["command"] = " ".join(last_attempt.command)
+    if command:
+        facts["command"] = " ".join(command)
     for file in record.inputs:
         facts[f"reads: {file.file}"] = f"{file.reads:,} reads"
-    for part, origin in summary.origins.items():
+    for part, origin in origins.items():
         facts[f"weights of {PART_TITLES.get(part, part)}"] = origin
-    device_names = [device.name for device in summary.devices]
-    facts["threshold"] = f"{summary.threshold}"
-    facts["devices"] = ", ".join(device_names)
-    facts["virnuc"] = str(record.virnuc_version)
-    facts |= record.versions
-    return [{"What": name, "Value": value} for name, value in facts.items()]
+    facts["threshold"] = f"{threshold}"
+    return facts
+
+
+def _version_facts(version: str | None, record: RunRecord) -> dict[str, str]:
+    """Return the versions of virnuc, and of the packages that the run used, by name."""
+    return {"virnuc": str(version), **record.versions}
 
 
 def _citation_section(version: str | None) -> Section:
@@ -359,10 +464,15 @@ def _citation_section(version: str | None) -> Section:
     return Section("What to cite", sentences=(*CITATIONS, own_line))
 
 
-def _read_figures(run: RunDir, summary: RunSummary) -> _ReadFigures:
-    """Read lengths, scores, flags and the longest viral sequences from `reads.tsv`, in pieces."""
+def _read_figures(run: RunDir, files: Mapping[str, FileDigest] | None) -> _ReadFigures:
+    """Read lengths, scores, flags and the longest viral sequences from `reads.tsv`, in pieces.
+
+    Args:
+        run: The directory with the table.
+        files: The recorded digests of its files, by name.
+    """
     figures = _ReadFigures()
-    recorded = (summary.files or {}).get(run.reads_table.name)
+    recorded = (files or {}).get(run.reads_table.name)
     pieces = read_columns(run.reads_table, READ_COLUMNS, recorded=recorded, chunksize=PIECE_READS)
     for piece in pieces:
         _add_piece(figures, piece)

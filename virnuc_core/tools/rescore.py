@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from virnuc_core.answer import HEAD
+from virnuc_core.answer import HEAD, Answer, answer_of
 from virnuc_core.config import Share, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder
 from virnuc_core.encoders.classifier import Head
@@ -46,7 +46,6 @@ from virnuc_core.runfiles import (
 from virnuc_core.sample_familiarity import SampleFamiliarity
 from virnuc_core.system_errors import is_folder, path_exists
 
-RESCORE: Final = "rescore.json"
 DEFAULT_VERDICT: Final = VerdictSpec()
 log = logging.getLogger(__name__)
 
@@ -85,6 +84,11 @@ class RescoreSummary(RunFile):
     def pairs(self) -> dict[str, int]:
         """The number of pairs by fate; empty for single reads."""
         return self.results.pairs
+
+    @property
+    def answer(self) -> Answer:
+        """The result of the new scores, and what to know before using its figures."""
+        return answer_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,8 @@ def rescore(
         scoring = _keep_scores(finished_run, verdict_spec)
     else:
         scoring = _score_with(finished_run, new_head, verdict_spec)
-    (out.root / RESCORE).unlink(missing_ok=True)  # it describes the files that are now replaced
+    for path in (out.rescore, out.page, out.text_page):  # about the files that are now replaced
+        path.unlink(missing_ok=True)
     results = write_results(
         out,
         finished_run.store,
@@ -178,7 +183,7 @@ def rescore(
         familiarity=scoring.compared.sample,
         remarks=scoring.remarks,
     )
-    write(out.root / RESCORE, summary)
+    write(out.rescore, summary)
     return summary
 
 

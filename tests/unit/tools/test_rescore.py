@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from virnuc.flows import cli
 from virnuc_core import runfiles
 from virnuc_core.config import VerdictSpec
 from virnuc_core.encoders.checkpoint import check_models, open_part
@@ -175,6 +178,63 @@ def test_the_folder_of_a_head_can_be_given(tmp_path: Path, run: RunDir, models: 
     summary = rescore(run, tmp_path / "new", out_dir)
     assert read_files(out_dir) == read_files(run)
     assert summary.head == fingerprint(models)["head"]
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def run_command(*words: object) -> int:
+    """Run a command of `virnuc` in this process, and return its exit code."""
+    return cli.main([str(word) for word in words])
+
+
+def test_the_command_writes_a_page_that_says_what_was_scored_again(
+    tmp_path: Path, run: RunDir, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "again"
+    assert run_command("rescore", run.root, "--threshold", "0.2", "-o", out) == 0
+    output = capsys.readouterr().out
+    assert f"\nResults: {out}\nPage: {out}/summary.html\n" in output
+    text = " ".join((out / "summary.md").read_text().split())
+    by_run = f"This is the run {run.root}, judged again by the scores of that run"
+    assert f"{by_run} with the threshold 0.2. Its own verdicts are in {run.root}." in unescape(text)
+    assert output.splitlines()[0] in text, "the page has the answer of the terminal"
+    assert "Run run, scored again" in (out / "summary.html").read_text()
+
+    assert run_command("rescore", run.root, "--head", models, "-o", out) == 0
+    text = unescape((out / "summary.md").read_text())
+    assert f"judged again by the classifier in {models} with the threshold 0.5." in text
+
+
+def unescape(text: str) -> str:
+    """Return Markdown without the backslashes that let letters stand for themselves."""
+    return html.unescape(re.sub(r"\\([^\w\s])", r"\1", text))
+
+
+def test_an_interrupted_rescoring_leaves_no_page_of_the_one_before(
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = RunDir(tmp_path / "out")
+    assert run_command("rescore", run.root, "-o", out.root) == 0
+    assert out.page.exists()
+    monkeypatch.setattr("os.replace", interrupt_at("reads.tsv"))
+    with pytest.raises(KeyboardInterrupt):
+        rescore(run, None, out, VerdictSpec(threshold=0.1))
+    assert not out.page.exists()
+    assert not out.text_page.exists()
+
+
+@pytest.mark.parametrize("command", ["export", "rescore"])
+def test_commands_that_need_embeddings_name_the_run_that_was_scored_again(
+    tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    out = tmp_path / "again"
+    rescore(run, None, RunDir(out), VerdictSpec(threshold=0.2))
+    assert run_command(command, out, "-o", tmp_path / "further") == 2
+    assert capsys.readouterr().err.strip() == (
+        f"virnuc: {out}: holds results of virnuc rescore, without embeddings of its own; "
+        f"name the run that was scored again: {run.root}"
+    )
 
 
 # --- The card of the head -------------------------------------------------------------------------
