@@ -39,6 +39,7 @@ LAYERS = (
         "lease",
         "machine_name",
         "markdown",
+        "private_socket",
         "profiles",
         "proportions",
         "proxies",

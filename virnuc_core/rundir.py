@@ -835,6 +835,11 @@ def discard(root: Path, *patterns: str) -> None:
 # not a file: it needs no folder or permission, all users see the same one, and it ends with its
 # process.
 _SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+# What a server of workers answers to a process that wants its device.
+_PROMISED: Final = b"1"
+_REFUSED: Final = b"0"
+ANSWER_S: Final = 10.0  # seconds to wait for this answer, also of a server on a busy machine
+RELEASE_S: Final = 30.0  # seconds that ending an idle worker may take
 
 
 def device_holder(device: str) -> str | None:
@@ -875,6 +880,7 @@ def lock_device(device: str, wait_s: float) -> int:
         DeviceError: Names the process that still holds the device.
     """
     deadline_s = time.monotonic() + wait_s
+    is_promised = False
     lock = socket.socket(*_SOCKET)
     while True:
         try:
@@ -888,6 +894,11 @@ def lock_device(device: str, wait_s: float) -> int:
                 lock.close()
                 reason = describe_system_error(error)
                 raise DeviceError(f"{device} cannot be taken: {reason}") from error
+            if not is_promised and ask_for_device(device):
+                # A server with idle workers has promised to end the one on this device. One promise
+                # counts, so that nobody can hold up this process for ever.
+                is_promised = True
+                deadline_s = max(deadline_s, time.monotonic() + RELEASE_S)
             if time.monotonic() >= deadline_s:
                 lock.close()
                 holder = device_holder(device) or "another process"
@@ -895,6 +906,70 @@ def lock_device(device: str, wait_s: float) -> int:
                     f"{device} is in use by {holder}; wait for it or choose another device"
                 ) from error
         time.sleep(0.2)
+
+
+def _requests_address(device: str) -> str:
+    """Return the address at which a server of workers hears who wants its device."""
+    return f"\0{DEVICE_LOCK_PREFIX}asked-{device}"
+
+
+def ask_for_device(device: str) -> bool:
+    """Ask the server of workers that holds a device, if there is one, to give it back.
+
+    Args:
+        device: Id of the device, as for `lock_device`.
+
+    Returns:
+        True if the server has promised it. False if a run computes there, or if no server holds it.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(ANSWER_S)
+        try:
+            client.connect(_requests_address(device))
+            return client.recv(1) == _PROMISED
+        except OSError:
+            return False
+
+
+class DeviceRequests:
+    """Receives the requests of other processes for a device that a server of workers holds."""
+
+    def __init__(self, device: str) -> None:
+        """Listen for requests.
+
+        Args:
+            device: Id of the device, as for `lock_device`.
+
+        Raises:
+            DeviceError: Another server listens already.
+        """
+        self._socket = socket.socket(*_SOCKET)
+        try:
+            self._socket.bind(_requests_address(device))
+            self._socket.listen(socket.SOMAXCONN)
+        except OSError as error:
+            self._socket.close()
+            raise DeviceError(f"another server of workers holds {device}") from error
+
+    def answer(self, *, is_free: bool) -> bool:
+        """Answer all requests that have come, and return whether there were any.
+
+        Args:
+            is_free: The device is given back now. If false, a run computes there.
+        """
+        has_request = False
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:  # no further request
+                return has_request
+            has_request = True
+            with client, suppress(OSError):
+                client.send(_PROMISED if is_free else _REFUSED)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._socket.close()
 
 
 def relax_garbage_collection() -> None:

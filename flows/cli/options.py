@@ -30,6 +30,7 @@ SHORT_OPTIONS: Final = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 ENVIRONMENT: Final = {
     "models": "VIRNUC_MODELS",
     "no_prefect": "VIRNUC_NO_PREFECT",
+    "serve": "VIRNUC_SERVE",
     "email": EMAIL_VARIABLE,
     "disable_checkpointing": "VIRNUC_DISABLE_CHECKPOINTING",
 }
@@ -83,7 +84,7 @@ OPTION_GROUPS: Final = (
         "Devices and machines",
         (
             *("devices", "cluster", "nodes", "node_wait_s", "mixed_devices", "models_local"),
-            "transfer",
+            *("transfer", "serve"),
         ),
     ),
     OptionGroup(

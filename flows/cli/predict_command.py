@@ -1,5 +1,7 @@
 """The command `virnuc predict`."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from virnuc.flows.cli.flow_command import FlowCommand, flow_command
@@ -13,6 +15,10 @@ class PredictOptions(Spec):
 
     no_prefect: Flag = Field(
         False, description="the same steps without a Prefect server; nothing is recorded there"
+    )
+    serve: Literal["auto", "off", "require"] = Field(
+        "auto",
+        description="workers of `virnuc serve`; auto: if it runs and fits; require: no others",
     )
 
 

@@ -4,11 +4,37 @@ import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc_core.config import Devices
+from virnuc_core.private_socket import SOCKET, socket_folders
 from virnuc_core.rundir import SAMPLES, RunDir
+
+if TYPE_CHECKING:
+    from virnuc_core.engine.borrowed import ServeMode
+
+
+def use_server(settings: Any, prestarted: ExitStack) -> None:
+    """Let a prediction borrow its workers from the user's `virnuc serve`, if it runs.
+
+    Args:
+        settings: The settings of the flow and of the terminal.
+        prestarted: Ends the borrowing when it is closed.
+    """
+    mode: ServeMode = getattr(settings, "serve", "off")  # other commands have no such option
+    if mode == "off" or getattr(settings, "cluster", None):
+        return
+    # What follows takes a while to import, so look for the server first.
+    has_socket = any(os.path.lexists(folder / SOCKET) for folder in socket_folders())
+    if not has_socket and mode == "auto":
+        return
+    from virnuc_core.engine.borrowed import Borrower
+    from virnuc_core.engine.process import set_lender
+
+    set_lender(Borrower(mode))
+    prestarted.callback(set_lender, None)
 
 
 def prestart_workers(settings: FlowSettings, prestarted: ExitStack) -> None:

@@ -72,6 +72,12 @@ COMMANDS: Final = (
         example="virnuc predict-inbox --inbox incoming --models models -o results",
     ),
     CommandEntry(
+        "serve",
+        module="serve_command",
+        summary="keep workers with loaded models, so that small runs start at once",
+        example="virnuc serve --idle 15m",
+    ),
+    CommandEntry(
         "export",
         module="result_commands",
         summary="a finished run for MultiQC, Kraken's readers and contigs",

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from virnuc.flows.cli.prefect_settings import prepare_prefect
-from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
+from virnuc.flows.cli.prestart import prestart_digest, prestart_workers, use_server
 from virnuc.flows.cli.server_choice import ChosenServer, choose_server
 from virnuc.flows.parameters import PRIVATE_FIELDS
 from virnuc.flows.preflight import preflight
@@ -48,6 +48,7 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
     server = choose_server(settings)
     has_named_server = server is not None and server.temporary is None
     with ExitStack() as prestarted:
+        use_server(settings, prestarted)
         # A server that the user named assigns devices to runs. So workers start only when the flow
         # has asked it.
         if not has_named_server:

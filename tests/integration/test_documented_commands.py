@@ -115,6 +115,8 @@ ELSEWHERE = {
     "rattler-build ": "tests/integration/test_conda_package.py",
     "conda ": OTHER_TOOL,
     "nextflow ": OTHER_TOOL,
+    "virnuc serve": "tests/integration/test_serve.py ends it again",
+    "systemctl ": "needs a login with systemd",
     "make dist": "tests/integration/test_wheel.py makes and uses a wheel",
     "CONDA_OVERRIDE_CUDA=": OTHER_TOOL,
     "snakemake ": "tests/integration/test_snakemake.py",

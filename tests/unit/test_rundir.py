@@ -23,6 +23,7 @@ from virnuc_core.rundir import (
     ALL_FILES,
     MARKER_FILE,
     RUN_FILES,
+    DeviceRequests,
     atomic_file,
     atomic_hdf5,
     check_output,
@@ -454,3 +455,37 @@ def test_a_folder_that_the_disk_does_not_remove_is_not_taken_for_one_with_foreig
         with pytest.raises(OSError, match="Input/output error"):
             discard(tmp_path, "report/*")
     assert caplog.records == []
+
+
+def test_a_promise_to_give_a_device_back_that_is_not_kept_holds_nobody_up_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("virnuc_core.rundir.RELEASE_S", 0.3)
+    device = f"GPU-promised-{os.getpid()}"
+    lock = lock_device(device, 0)
+    requests = DeviceRequests(device)
+    stopped = threading.Event()
+
+    def promise() -> None:
+        """Promise the device to everybody who asks, and keep it."""
+        while not stopped.wait(0.01):
+            requests.answer(is_free=True)
+
+    liar = threading.Thread(target=promise)
+    liar.start()
+    with pytest.raises(DeviceError, match="in use"):
+        lock_device(device, 0)
+    stopped.set()
+    liar.join()
+    requests.close()
+    os.close(lock)
+
+
+def test_one_server_alone_receives_the_requests_for_a_device() -> None:
+    device = f"GPU-requested-{os.getpid()}"
+    requests = DeviceRequests(device)
+    with pytest.raises(DeviceError, match="another server"):
+        DeviceRequests(device)
+    assert not requests.answer(is_free=True)
+    requests.close()
+    DeviceRequests(device).close()

@@ -29,7 +29,15 @@ from pydantic import Field
 import virnuc_core
 from virnuc_core.config import Devices, Precision, Spec
 from virnuc_core.engine.devices import find_gpus, resolve
-from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, WorkerSpec
+from virnuc_core.engine.process import (
+    Child,
+    Closed,
+    End,
+    Ended,
+    LocalWorkers,
+    Message,
+    WorkerSpec,
+)
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import DeviceError, WeightsError
 from virnuc_core.runfiles import Device, version_of
@@ -43,19 +51,6 @@ REPORT_S: Final = 1.0
 GATHER_S: Final = 0.02
 # Seconds that a new worker waits for a GPU, because the previous worker may still be ending.
 DEVICE_WAIT_S: Final = 30.0
-
-
-class End(Message):
-    """A message to a node: end a worker process."""
-
-    grace_s: float  # seconds in which the process may finish its shard
-
-
-class Ended(Message):
-    """The last message of a worker process. The node sends it in place of `Closed`."""
-
-    status: int
-    last_words: str
 
 
 class WorkerLine(Spec):

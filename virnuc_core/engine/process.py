@@ -116,6 +116,19 @@ class Closed(Message):
     """
 
 
+class End(Message):
+    """A message to whoever started a worker process for this one: end it."""
+
+    grace_s: float  # seconds in which the process may finish its shard
+
+
+class Ended(Message):
+    """The last message of a worker process that somebody else started, in place of `Closed`."""
+
+    status: int
+    last_words: str
+
+
 # Messages of all workers, each with its worker. None only wakes the thread that waits.
 Inbox = queue.Queue["tuple[Child, Message] | None"]
 
@@ -147,6 +160,10 @@ _children: set["Child"] = set()
 _children_lock = threading.Lock()
 # How often `end_all_children` was called.
 _n_endings = 0
+# Gives workers that another process holds and lends, if the command uses such a process. It
+# returns None if it has none for a specification.
+Lender = Callable[[WorkerSpec, Inbox], "Child | None"]
+_lender: Lender | None = None
 # Workers that were started before a run asked for them, and that no run has claimed yet.
 _prestarted: list["LocalWorkers"] = []
 
@@ -214,6 +231,11 @@ class Child:
         ]
         for reader in self._readers:
             reader.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Return true if the process has not ended, and has reported no error."""
+        return self.failure is None and self.process.poll() is None
 
     def send(self, message: Message) -> None:
         """Send one message to the worker.
@@ -438,8 +460,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         matching_children = [child for child in self.prestarted if child.spec == spec]
         for child in matching_children:
             self.prestarted.remove(child)
-            is_running = child.failure is None and child.process.poll() is None
-            if is_running:
+            if child.is_running:
                 child.log = log
                 # The command has waited for this worker from its beginning.
                 child.requested_s = command_start_s()
@@ -455,7 +476,13 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return child
 
     def _make(self, spec: WorkerSpec) -> Child:
-        """Start a process on this machine. The subclass for clusters starts it on a node."""
+        """Start a process on this machine, or borrow one. The subclass for clusters starts it on a
+        node.
+        """
+        if _lender is not None and self.module == WORKER:
+            child = _lender(spec, self._inbox)
+            if child is not None:
+                return child
         return Child(self.module, spec, self._inbox)
 
     def new_devices(self, n_waiting: int) -> Iterable[Device]:
@@ -491,6 +518,17 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
             _prestarted.remove(self)
         end_children(self.prestarted, grace_s=0)  # they have no task to finish
         end_children(self._started)
+
+
+def set_lender(lender: Lender | None) -> None:
+    """Let all runs of this process borrow their workers, as long as the lender has some.
+
+    Args:
+        lender: Returns a worker for a specification, or None. If it is None itself, all workers
+            are started by this process again.
+    """
+    global _lender  # the whole process has one lender, as it has one set of children
+    _lender = lender
 
 
 def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:

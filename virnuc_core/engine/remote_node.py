@@ -32,15 +32,23 @@ from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.registry import PARTS
 from virnuc_core.engine.node import (
     REPORT_S,
-    End,
-    Ended,
     Facts,
     NodeReport,
     Orders,
     WorkerLine,
 )
 from virnuc_core.engine.pool import JOB_ERRORS
-from virnuc_core.engine.process import GRACE_S, Child, Closed, Failed, Inbox, Message, WorkerSpec
+from virnuc_core.engine.process import (
+    GRACE_S,
+    Child,
+    Closed,
+    End,
+    Ended,
+    Failed,
+    Inbox,
+    Message,
+    WorkerSpec,
+)
 from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan, shard_path
 from virnuc_core.errors import DeviceError, StorageError, VirnucError
 from virnuc_core.reads.fast_parser import offsets_from_lengths

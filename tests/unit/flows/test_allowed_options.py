@@ -32,7 +32,8 @@ NOT_PATHS = {
     "shell",
     "simulate",
 }
-NOT_PATHS_OF_COMMAND = {("approve", "run")}  # the id of a flow run
+# the id of a flow run, and a duration
+NOT_PATHS_OF_COMMAND = {("approve", "run"), ("serve", "idle")}
 # Commands of the library that reads command lines.
 NOT_OURS = {"--install-completion"}
 
