@@ -463,6 +463,10 @@ class TrainSpec(Spec):
     coding_only: Path | None = Field(
         None, description="GFF of the genomes: only frames in coding regions are used"
     )
+    method: Literal["network", "linear", "mean"] = Field(
+        "mean",
+        description="a network, a logistic regression (linear), or the mean of their log-odds",
+    )
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     patience: int = Field(
         5, ge=1, description="epochs without a lower validation loss before stopping"

@@ -167,6 +167,7 @@ def measure(models: Path, reads: Path, run: RunDir) -> str:
         truth=Path(f"{reads}.truth.tsv"),
         groups=Path(f"{reads}.groups.tsv"),
         genomes=Path(f"{reads}.genomes.fasta.gz"),
+        method="network",
         repeats=REPEATS,
     )
     store = OrfStore.open(run.store)

@@ -214,6 +214,9 @@ class HeadCard(Spec):
     Its numbers are of whole reads, of genomes that it was not trained on.
     """
 
+    method: Literal["linear", "mean"] | None = Field(
+        None, description="logistic regression, or its mean with a network; none: a network"
+    )
     reads: str = Field(min_length=1, description="fingerprint of the labelled reads")
     truth: str = Field(min_length=1, description="SHA-256 of the truth file")
     encoders: dict[str, str] = Field(

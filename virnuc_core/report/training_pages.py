@@ -265,8 +265,7 @@ class TrainingPage:
     head_digest: str
     aurocs: list[Auroc]
     shared_sequences: int
-    best_epoch: int
-    epochs: int
+    method: str
     notes: list[str]
     tables: list[FigureTable]
     domain: DomainView | None
@@ -293,8 +292,7 @@ def training_page(training: TrainFile) -> str:
         head_digest=training.digests["head"][:12],
         aurocs=_aurocs(training.figures),
         shared_sequences=training.shared_sequences,
-        best_epoch=training.best_epoch,
-        epochs=training.epochs,
+        method=_method_text(training),
         notes=training_notes(training),
         tables=_figure_tables(training.figures),
         domain=domain_view(card.domain),
@@ -468,8 +466,7 @@ class ModelCard:
     shared_sequences: int
     similarity: str
     learnt_from: int
-    epochs: int
-    best_epoch: int
+    method: str
     encoders: str
     digests: str
 
@@ -494,12 +491,29 @@ def model_card(training: TrainFile, *, with_charts: bool) -> str:
         shared_sequences=training.shared_sequences,
         similarity=str(percent(training.settings["similarity"])),
         learnt_from=training.learnt_from,
-        epochs=training.epochs,
-        best_epoch=training.best_epoch,
+        method=_method_text(training),
         encoders=training.encoders,
         digests=_digests_text(training),
     )
     return fill_template("model_card.md.j2", page=page, with_charts=with_charts)
+
+
+def _method_text(training: TrainFile) -> str:
+    """Return in a sentence by which method a head was fitted."""
+    network = (
+        f"a network, whose training ended after {training.epochs} epochs; "
+        f"the best was number {training.best_epoch}"
+    )
+    regression = "a logistic regression"
+    if training.penalty is not None:
+        regression = f"a logistic regression with penalty {training.penalty:g}"
+    if training.method == "linear":
+        method = regression
+    elif training.method == "mean":
+        method = f"the mean of {regression} and of {network}"
+    else:
+        method = network
+    return f"Method: {method}."
 
 
 def _digests_text(training: TrainFile) -> str:

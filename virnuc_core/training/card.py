@@ -55,7 +55,9 @@ def make_card(
     metrics = {name: value for name, value in figures.metrics.items() if value is not None}
     auroc = metrics.pop("auroc")  # it has a field of its own
     thresholds = choose_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence)
+    method = None if spec.method == "network" else spec.method
     return HeadCard(
+        method=method,
         reads=store.fingerprint,
         truth=sha256_of(spec.truth),
         encoders=dict(encoder_digests),

@@ -1,8 +1,11 @@
-"""Fit a classifier (head) with early stopping, and the baselines that it is compared with."""
+"""Fit a classifier (head), and the baselines that it is compared with.
+
+The head is a network with early stopping, a logistic regression, or the mean of both.
+"""
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +24,14 @@ from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.training.evaluation import Floats, ScoredRows
 from virnuc_core.training.features import GC_BOUNDS, Features
+from virnuc_core.training.linear import (
+    PENALTY,
+    LabelledRows,
+    as_network,
+    fit_logistic_regression,
+    mean_network,
+    validation_loss,
+)
 from virnuc_core.training.splits import assign_folds, assign_training_sides, subsample
 from virnuc_core.training.truth import KIND, TEST_SIDE, TRAIN_SIDE, VALIDATION_SIDE, VIRUS
 
@@ -41,11 +52,12 @@ Scorer = Callable[[Features], Floats]  # P(virus) of each row
 class FittedHead:
     """A trained network and the record of its training."""
 
-    network: nn.Module  # in eval mode
-    n_rows: int  # that it was trained on, both classes alike
-    n_epochs: int
+    network: Classifier  # in eval mode
+    n_rows: int  # that it was trained on; both classes have the same weight
+    n_epochs: int  # 0 for a logistic regression, which has none
     best_epoch: int
-    validation_loss: float  # of the best epoch
+    validation_loss: float  # when the validation rows were not learnt from: of the best epoch
+    penalty: float | None = None  # of the logistic regression, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +209,8 @@ def fit_methods(
     training = balanced_sample(features, sides == TRAIN_SIDE, spec.sampling, rng)
     validation = balanced_sample(features, sides == VALIDATION_SIDE, spec.sampling, rng)
     torch.manual_seed(seed)
-    head = fit_head(shape, training, validation, spec)
+    all_rows = features.select(np.flatnonzero(sides != TEST_SIDE))
+    head = fit_classifier(shape, training, validation, all_rows, spec)
     scorers: dict[str, Scorer] = {HEAD_METHOD: partial(_score_by_head, head.network)}
     n_baseline_rows = min(len(training.rows), len(LABELS) * BASELINE_ROWS)
     baseline_rows = training.select(np.arange(n_baseline_rows))  # the rows are in random order
@@ -284,6 +297,91 @@ def _score_by_head(network: nn.Module, features: Features) -> Floats:
 # --- Head -----------------------------------------------------------------------------------------
 
 
+def fit_classifier(
+    shape: HeadShape,
+    training: Features,
+    validation: Features,
+    all_rows: Features,
+    spec: TrainSpec,
+) -> FittedHead:
+    """Fit a head by the method of the settings.
+
+    "network" is a network with one hidden layer. "linear" is a logistic regression. "mean" has the
+    mean of the log-odds of both. All have the file format of a network.
+
+    Args:
+        shape: Sizes of the network. The logistic regression adds two hidden units.
+        training: Rows that the network is trained on, as many of either class.
+        validation: Rows of other genomes, which decide when the network stops.
+        all_rows: All rows of the genomes of both. The logistic regression learns from them.
+        spec: Settings of the training.
+    """
+    if spec.method == "network":
+        return fit_head(shape, training, validation, spec)
+    if spec.method == "linear":
+        return _fit_linear_head(shape, training, validation, all_rows, spec).head
+    # The network comes first, so that it has the random numbers that it has alone.
+    network_head = fit_head(shape, training, validation, spec)
+    linear = _fit_linear_head(shape, training, validation, all_rows, spec)
+    with torch.inference_mode():
+        logits = network_head.network(validation.embeddings).double().numpy()
+    network_log_odds = logits[:, VIRUS] - logits[:, 1 - VIRUS]
+    mean_log_odds = (network_log_odds + linear.validation_log_odds) / 2
+    return replace(
+        network_head,
+        network=mean_network([network_head.network, linear.head.network], shape),
+        n_rows=linear.head.n_rows,
+        validation_loss=validation_loss(mean_log_odds, _labelled_rows(validation, spec.balance)),
+        penalty=linear.head.penalty,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LinearHead:
+    """A logistic regression as a head."""
+
+    head: FittedHead
+    validation_log_odds: Floats  # before it learnt from the validation rows
+
+
+def _fit_linear_head(
+    shape: HeadShape,
+    training: Features,
+    validation: Features,
+    all_rows: Features,
+    spec: TrainSpec,
+) -> _LinearHead:
+    """Fit a logistic regression, first on the training rows for its loss, then on all rows.
+
+    A network cannot learn from the validation rows: it needs rows of other genomes to stop by.
+    """
+    validation_rows = _labelled_rows(validation, spec.balance)
+    first_function = fit_logistic_regression(_labelled_rows(training, spec.balance))
+    log_odds = first_function.log_odds(validation_rows.embeddings)
+    final_function = fit_logistic_regression(_labelled_rows(all_rows, spec.balance))
+    head = FittedHead(
+        network=as_network(final_function, shape),
+        n_rows=len(all_rows.rows),
+        n_epochs=0,
+        best_epoch=0,
+        validation_loss=validation_loss(log_odds, validation_rows),
+        penalty=PENALTY,
+    )
+    return _LinearHead(head, log_odds)
+
+
+def _labelled_rows(features: Features, balance: str) -> LabelledRows:
+    """Return embeddings, labels and weights for the logistic regression.
+
+    Both classes have the same total weight, as in the training of the network.
+    """
+    labels = features.rows["label"].to_numpy(np.int64)
+    rows_of_class = np.bincount(labels, minlength=len(LABELS))
+    class_weights = len(labels) / (len(LABELS) * rows_of_class)
+    weights = balance_weights(features.rows, balance) * class_weights[labels]
+    return LabelledRows(features.embeddings.numpy(), labels, weights)
+
+
 def fit_head(
     shape: HeadShape,
     training: Features,
@@ -292,7 +390,7 @@ def fit_head(
     *,
     weight_decay: float = 0.0,
 ) -> FittedHead:
-    """Train a head, the classifier, until it no longer improves on the validation rows.
+    """Train a network until it no longer improves on the validation rows.
 
     The result has the weights of the epoch with the lowest validation loss. Training stops when
     `spec.patience` epochs have not lowered it, or after `spec.epochs`.

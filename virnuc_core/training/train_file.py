@@ -34,8 +34,10 @@ class TrainFile(RunFile):
     # Label, cluster, side ("" for an unused genome) and number of frames of each.
     genomes: dict[str, dict[str, int | str]]
     left_out: dict[str, int]
-    learnt_from: int  # frames, as many of either class
-    epochs: int
+    method: str = "network"  # older trainings had no other
+    penalty: float | None = None  # of the logistic regression, if there is one
+    learnt_from: int  # frames; both classes have the same weight
+    epochs: int  # 0 without a network
     best_epoch: int
     validation_loss: float
     figures: tuple[Figures, ...]

@@ -207,7 +207,8 @@ def train_head(
     (run.root / HEAD_FOLDER / "README.md").unlink(missing_ok=True)
     composition = fit_composition(store, features.rows, spec.seed)
     replace_composition(composition, run.root / HEAD_FOLDER)
-    write_head(fitted.network, shape, card, run.root / HEAD_FOLDER)
+    fitted_shape = shape.model_copy(update={"hidden": fitted.network.hidden_layer.out_features})
+    write_head(fitted.network, fitted_shape, card, run.root / HEAD_FOLDER)
 
     n_lost = len(examples.rows) - len(features.rows)
     record = _make_record(job, fitted, head_evaluation, card, n_lost)
@@ -363,6 +364,8 @@ def _make_record(
         shared_sequences=int((n_sets_of_sequence > 1).sum()),
         genomes=_describe_genomes(examples),
         left_out=left_out,
+        method=spec.method,
+        penalty=fitted.penalty,
         learnt_from=fitted.n_rows,
         epochs=fitted.n_epochs,
         best_epoch=fitted.best_epoch,

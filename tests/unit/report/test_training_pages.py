@@ -177,3 +177,22 @@ def test_the_card_in_the_ui_holds_its_charts() -> None:
     text = model_card(training(), with_charts=True)
     drawings = re.findall(r"base64,([A-Za-z0-9+/=]+)", text)
     assert [base64.b64decode(drawing)[:4] for drawing in drawings] == [b"<svg", b"<svg"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "Method: a network, whose training ended after"),
+        ({"method": "linear", "penalty": 0.01}, "Method: a logistic regression with penalty 0.01."),
+        (
+            {"method": "mean", "penalty": 0.1},
+            "Method: the mean of a logistic regression with penalty 0.1 and of a network, whose",
+        ),
+    ],
+)
+def test_both_pages_tell_by_which_method_the_head_was_fitted(
+    changes: dict[str, Any], words: str
+) -> None:
+    record = training(**changes)
+    assert words in training_page(record)
+    assert words in model_card(record, with_charts=False)

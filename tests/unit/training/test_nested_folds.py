@@ -89,3 +89,15 @@ def test_a_share_is_taken_of_each_genome_or_of_each_kind(
     assert (n_kept == n_all / 2).all()
     whole = rows[rows[unit].isin(kept[unit])]
     assert len(whole) == len(kept), "a read is kept with all its frames"
+
+
+def test_a_power_law_is_continued() -> None:
+    shares = np.array(heads.SHARES)
+    still_rising = 0.9 - 0.05 * shares**-0.5
+    flat = np.full(4, 0.7)
+    falling = 0.8 - 0.01 * shares
+    values = np.stack([still_rising, flat, falling], axis=1)
+    continued = heads.extrapolate(values, times=8)
+    assert continued[0] == pytest.approx(0.9 - 0.05 * 8**-0.5)
+    assert continued[1] == pytest.approx(0.7)
+    assert continued[2] == pytest.approx(falling.mean()), "more never makes it worse"

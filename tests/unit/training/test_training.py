@@ -116,8 +116,12 @@ def test_the_card_is_that_of_the_cross_validation(training_run: TrainingRun, mod
     assert card.encoders == encoders
 
 
-def test_the_head_file_has_the_tensors_of_virnucpro(training_run: TrainingRun) -> None:
-    training_run.train(epochs=3)
+@pytest.mark.parametrize(("method", "hidden"), [("network", 32), ("linear", 2), ("mean", 34)])
+def test_the_head_file_has_the_tensors_of_virnucpro(
+    training_run: TrainingRun, method: str, hidden: int
+) -> None:
+    """A logistic regression is two hidden units more, or two alone."""
+    training = training_run.train(epochs=3, method=method, repeats=0)
     assert set(load_file(training_run.head / "model.safetensors")) == {
         "hidden_layer.weight",
         "hidden_layer.bias",
@@ -129,8 +133,11 @@ def test_the_head_file_has_the_tensors_of_virnucpro(training_run: TrainingRun) -
         "output_layer.bias",
     }
     shape = read_shape(training_run.head / "config.json", HeadShape)
-    assert (shape.hidden, shape.model_length) == (32, 500)
+    assert (shape.hidden, shape.model_length) == (hidden, 500)
     assert (shape.dna_width, shape.protein_width) == (64, 64)
+    assert shape.card is not None
+    assert shape.card.method == (None if method == "network" else method)
+    assert (training.method, training.penalty is None) == (method, method == "network")
 
 
 def test_the_written_head_has_the_figures_of_the_record(
