@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forked_workers import Forker, forks_of_new_process, workers_of
+
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
@@ -33,6 +35,20 @@ def _signal_handlers() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """A process that has imported torch, and forks for workers."""
+    with forks_of_new_process() as forking_process:
+        yield forking_process
+
+
+@pytest.fixture(scope="module")
+def forked_workers(forker: Forker) -> Iterator[None]:
+    """Let the tests' own process have workers that need not import torch."""
+    with workers_of(forker):
+        yield
 
 
 # A shell starts background jobs that ignore Ctrl-C, and their children, which tests interrupt,

@@ -16,7 +16,7 @@ from virnuc_core.report.approvals import APPROVALS
 from virnuc_core.report.regression import read_approvals
 from virnuc_core.report.verify import verify_report
 
-pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("prefect_backend", "forked_workers"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """`virnuc verify` is silent on honest validations of all kinds: none of them is called forged.
 
 Further kinds are verified where they are made: ended at the time limit and continued, tuned, with a recorded
-baseline, without any open reading frame (test_validate_flow.py), on a cluster (test_cluster_flows.py), with
-repetitions and after a regression (test_gates.py), with a reviewer's answer (test_approval_report.py), with
+baseline, without any open reading frame (test_validate_flow.py), on a cluster (test_cluster_flows.py), on four
+devices, with repetitions and after a regression (test_gates.py), with a reviewer's answer (test_approval_report.py), with
 the cost of commits (test_tune.py), and without Prefect (tests/unit/report/test_forgeries.py).
 """
 
@@ -21,20 +21,17 @@ import torch
 
 from tests.process_lookup import family_of, kill_all, running_with
 from virnuc.flows.cli import main
-from virnuc.flows.prefect_flows.scale import scale
 from virnuc.flows.prefect_flows.validate import validate
 from virnuc_core.checked_files import OWN_DIGEST_FIELD
-from virnuc_core.engine import devices
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.build import write_report
 from virnuc_core.report.regression import HISTORY
 from virnuc_core.report.verify import verify_report
-from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, VIRNUC, background, committed, wait_for
 
-pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("prefect_backend", "forked_workers"), pytest.mark.slow]
 PROFILE = "ci-smoke"
 
 
@@ -221,28 +218,6 @@ def test_a_baseline_of_a_part_of_the_reads_is_silent(
     validate(reads=[str(reads)], out=out, models=models, devices="cpu:1", profile=str(profile))
     assert json.loads((out / "baseline" / "summary.json").read_text())["subset"]["reads"] == 40
     assert_silent(out)
-
-
-def test_three_devices_and_repetitions_are_silent(
-    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (core,) = devices._cores(1)
-
-    def cores(count: int) -> tuple[Device, ...]:
-        """As on a machine of more cores than this one may have."""
-        return tuple(
-            core.model_copy(update={"id": f"cpu-core-{number}"}) for number in range(count)
-        )
-
-    monkeypatch.setattr(devices, "_cores", cores)
-    out = tmp_path / "out"
-    arguments: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:3"}
-    validate(**arguments, out=out, profile=PROFILE)
-    assert (out / "devices-3" / "summary.json").is_file()
-    assert_silent(out)
-    scale(**arguments, out=tmp_path / "curve", repeats=2, return_state=True)
-    assert (tmp_path / "curve" / "devices-2.2" / "summary.json").is_file()
-    assert_silent(tmp_path / "curve")
 
 
 def test_a_validation_that_goes_on_elsewhere_is_silent(

@@ -32,7 +32,7 @@ from virnuc_core.runfiles import digest, read_record, sha256_of
 
 from .flow_runs import RESULTS, message, run_of, task_runs
 
-pytestmark = pytest.mark.usefixtures("prefect_backend")
+pytestmark = pytest.mark.usefixtures("prefect_backend", "forked_workers")
 
 
 def test_predict_writes_its_files_and_says_so(

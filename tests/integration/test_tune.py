@@ -24,6 +24,7 @@ from virnuc_core.tools.tune import ScoreChange
 
 from ..bare import validate
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TOLERANCE = 0.01
 
 

@@ -52,7 +52,7 @@ def artifacts_of(state: State[Any]) -> dict[str, Any]:
     return contents
 
 
-pytestmark = pytest.mark.usefixtures("prefect_backend")
+pytestmark = pytest.mark.usefixtures("prefect_backend", "forked_workers")
 
 
 def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.failing_files import failing_variables, has_compiler
+from tests.forked_workers import forks_of_this_process, import_workers, workers_of
 from tests.process_lookup import family_of, kill_all
 
 from . import runs
@@ -102,6 +103,7 @@ class ForkedPrograms:
 
 def serve() -> None:
     """Fork for each request on standard input, and answer how the new process ended."""
+    import_workers()
     for line in iter(sys.stdin.readline, ""):
         request = Request(**json.loads(line))
         output_end, output = os.pipe()
@@ -109,8 +111,9 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             _become(request, output, errors)
-            for name in request.names:
-                getattr(runs, name)()
+            with forks_of_this_process() as forker, workers_of(forker):
+                for name in request.names:
+                    getattr(runs, name)()
             return  # ends the process as every program ends
         os.close(output)
         os.close(errors)

@@ -41,7 +41,11 @@ from virnuc_core.validation import (
 
 from ...bare import PROFILE, validate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("forked_workers"),
+]
 # Places of a file at which a bit is flipped, as shares of its length. The first byte, the last one,
 # and some between them.
 PLACES = (0.0, 0.31, 0.62, 1.0)
