@@ -16,7 +16,10 @@ from .deployment_runs import deploy_predict, ended_run, start, worker_of
 from .processes import ROOT, files_with
 from .recording_proxy import READS, Proxy
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # the sum of all waits on a busy machine
+]
 POOL = "lab-pool"
 DEPLOYMENT = "predict/predict"
 MAILBOX = "ada.distinctive"  # the part that no program writes in another form
