@@ -21,6 +21,7 @@ from virnuc_core.errors import VirnucError, is_machine_error, join_first
 from virnuc_core.reads.samples import (
     SampleRow,
     add_summaries,
+    check_sheet_files,
     log,
     summarize_sample,
     write_samples,
@@ -85,6 +86,8 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     """
     preflight(settings)
     runs = settings.by_sample()
+    if settings.samples is not None:
+        check_sheet_files(settings.samples)
     _warn_of_merged_names(runs)
     label = _label_of(settings)
     announce("samples", label)
@@ -241,9 +244,14 @@ def _error_of_samples(table: SampleTable) -> VirnucError:
     first_failed = next(name for name in table.rows if name in table.errors)
     error = table.errors[first_failed]
     reason = str(error) or type(error).__name__
-    problem = VirnucError(
-        f"{len(table.errors)} of {len(table.rows)} samples failed, the others are done "
-        f"({table.path} tells of each); {first_failed}: {reason}"
-    )
+    n_failed = len(table.errors)
+    n_samples = len(table.rows)
+    if n_failed < n_samples:
+        what_failed = f"{n_failed} of {n_samples} samples failed, the others are done"
+    elif n_samples == 1:
+        what_failed = "the only sample failed"
+    else:
+        what_failed = f"all {n_samples} samples failed"
+    problem = VirnucError(f"{what_failed} ({table.path} tells of each); {first_failed}: {reason}")
     problem.exit_code = getattr(error, "exit_code", VirnucError.exit_code)
     return problem

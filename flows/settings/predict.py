@@ -62,9 +62,12 @@ class PredictSettings(SamplesSpec, VerdictSpec, ClusterSpec, LiveSettings, RunSe
             raise ConfigError(f"{self.out} holds {other_kind}; choose another directory")
         if self.has_samples:
             from virnuc_core.reads.decision_log import unlogged_check
+            from virnuc_core.reads.samples import check_sheet_files
 
-            with unlogged_check():  # the run logs which files it joins
+            with unlogged_check():  # the run logs which files it joins, and which are not there
                 self.by_sample()  # raises an error for samples that cannot be used
+                if self.samples is not None:
+                    check_sheet_files(self.samples)
 
     def by_sample(self) -> dict[str, Self]:
         """Return the settings of each sample's own run, by its name.

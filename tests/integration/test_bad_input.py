@@ -116,6 +116,20 @@ def test_reads_that_cannot_be_used(
     assert not out_dir.exists()
 
 
+def test_a_sheet_whose_files_are_not_there_is_refused_by_its_line(
+    tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    reads = write_file(tmp_path, "a.fa")
+    sheet = write_file(tmp_path, "sheet.csv", f"sample,fastq_1\na,'{reads}'\n".encode())
+    out_dir = tmp_path / "out"
+    words = ["predict", "--samples", sheet, "-o", out_dir, "--models", models, "--devices", "cpu:1"]
+    assert virnuc.refuses(2, *words) == (
+        f"virnuc: {sheet}:2: sample 'a': '{reads}': no such file or folder; "
+        "remove the quotes around the path, the file is there without them"
+    )
+    assert not out_dir.exists()
+
+
 def contents(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 

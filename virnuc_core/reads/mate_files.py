@@ -7,13 +7,15 @@ the files one by one or their folder. Each decision is one line of the log.
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
+from virnuc_core.input_names import STDIN, is_remote
 from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.file_names import UNPAIRED_REASON, MateNames, NamedPair, find_mates
@@ -23,6 +25,7 @@ from virnuc_core.reads.sources import (
     can_be_read_twice,
     find_alignment_format_of_file,
     find_inputs,
+    identify_file,
     sample_name,
 )
 
@@ -32,6 +35,7 @@ UNGROUPED_BAM_WARNING: Final = (
 )
 BY_NAME: Final = "by their names; --no-pairs judges each read by itself"
 _AS_ASKED: Final = "as asked"
+MAX_MARK_DIFFERENCE: Final = 3  # letters by which two marks of mates differ in length
 _HEAD_BYTES: Final = 1 << 16  # of a file that are read to compare the ids of its first reads
 _MAX_IDS: Final = 100  # ids of a file that are compared
 _ID_ENDS: Final = re.compile(rb"(.+)[/._:]([123])")  # an id that ends in the number of the mate
@@ -52,6 +56,7 @@ def find_reads(spec: ReadsSpec) -> Inputs:
         InputError: See `find_inputs`.
         UnreadableError: The system cannot read a folder or file.
     """
+    _refuse_one_file_as_both_mates(spec)
     inputs = find_inputs(spec.all_inputs)
     # A single file of FASTA or FASTQ holds no pairs, unless the user says that mates alternate.
     is_one_plain_file = (
@@ -60,8 +65,85 @@ def find_reads(spec: ReadsSpec) -> Inputs:
         and not find_alignment_format_of_file(inputs.files[0])
     )
     if is_one_plain_file:
+        if spec.pairs:
+            _warn_of_mates_beside(inputs.files)
         return inputs
     return detect_pairs(spec, inputs)
+
+
+def _refuse_one_file_as_both_mates(spec: ReadsSpec) -> None:
+    """Raise an `InputError` if the same file is named as the first and as the second mates."""
+    for first, second in zip(spec.mates_1, spec.mates_2, strict=True):
+        if identify_file(first) == identify_file(second):
+            raise InputError(
+                f"-1 and -2 name the same file, {first}; {describe_missing_mate(first, '-1', '-2')}"
+            )
+
+
+def describe_missing_mate(file: str, first_place: str, second_place: str) -> str:
+    """Return what a file of mates that was named twice lacks, with the file that may be meant.
+
+    Args:
+        file: The file.
+        first_place: The option or column that takes files of first mates.
+        second_place: That of second mates.
+    """
+    pair = find_pair_beside(file)
+    if pair is None:
+        return f"{second_place} takes the second mates"
+    if pair.first == file:
+        return f"{second_place} takes the second mates (is it {pair.second}?)"
+    return f"{first_place} takes the first mates (is it {pair.first}?)"
+
+
+def find_pair_beside(file: str) -> NamedPair | None:
+    """Return the pair that a file forms, by its name, with another file of its folder.
+
+    No file is opened.
+
+    Args:
+        file: A path. An address or standard input has nothing beside it.
+    """
+    path = Path(file)
+    if file == STDIN or is_remote(file):
+        return None
+    siblings = [file]
+    try:
+        for entry in path.parent.iterdir():
+            name = entry.name
+            # Marks of mates differ by a few letters: `R1` and `R2`, `fwd` and `rev`.
+            is_similar = abs(len(name) - len(path.name)) <= MAX_MARK_DIFFERENCE
+            if is_similar and name != path.name and name[-1] == file[-1]:
+                siblings.append(file.removesuffix(path.name) + name)  # written like `file`
+    except OSError:  # the file itself is reported when it is read
+        return None
+    pairs = find_mates(siblings).pairs
+    return next((pair for pair in pairs if file in (pair.first, pair.second)), None)
+
+
+def _warn_of_mates_beside(files: Iterable[str]) -> list[str]:
+    """Log a warning for each file whose mates lie beside it and are not read.
+
+    Args:
+        files: Files that are read without mates.
+
+    Returns:
+        The files that were warned of.
+    """
+    files_with_mates = []
+    for file in files:
+        pair = find_pair_beside(file)
+        if pair is None or find_problem_of_pair(pair):
+            continue
+        mate = pair.second if pair.first == file else pair.first
+        _log.warning(
+            "%s: its mate %s lies beside it and is not read; name both to judge pairs, or use "
+            "--no-pairs",
+            file,
+            mate,
+        )
+        files_with_mates.append(file)
+    return files_with_mates
 
 
 def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
@@ -252,10 +334,14 @@ def _warn_of_unjoined(names: MateNames, *, is_one_file: bool) -> None:
                 first,
                 second,
             )
-    if names.lonely and not is_one_file:
+    if is_one_file:
+        return
+    warned_files = _warn_of_mates_beside(names.lonely)
+    lonely_files = tuple(file for file in names.lonely if file not in warned_files)
+    if lonely_files:
         _log.warning(
             "%s: no file with its mates beside it; each read is judged by itself",
-            _list_files(names.lonely),
+            _list_files(lonely_files),
         )
 
 

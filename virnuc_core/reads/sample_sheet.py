@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.config import ReadsSpec, refuse_unreadable
-from virnuc_core.errors import InputError, join_first
+from virnuc_core.errors import InputError, join_first, shorten
 from virnuc_core.input_names import STDIN, expand_input, is_remote
 from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.file_names import find_mates, group_samples
-from virnuc_core.reads.sources import identify_file, redact_url
+from virnuc_core.reads.mate_files import describe_missing_mate
+from virnuc_core.reads.sources import find_inputs, identify_file, redact_url
 from virnuc_core.rundir import GUARDED_FILES
-from virnuc_core.system_errors import target_exists
+from virnuc_core.system_errors import is_folder, target_exists
 
 COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
 FASTA_COLUMN: Final = "fasta"  # of nf-core's taxprofiler: used where `fastq_1` is empty
@@ -29,6 +30,7 @@ MAX_SHEET_BYTES: Final = 1 << 22  # a larger file is not a sample sheet
 NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")
 _SEPARATORS: Final = {",": "commas", "\t": "TABs", ";": "semicolons", "|": "bars"}
 _SEPARATOR_LINE: Final = re.compile(r"(?i)\s*\"?sep=(.)\"?\s*")  # written by Excel
+_QUOTES: Final = "'\"`´‘’‚“”„«»"  # that are no part of a path when they stand at both its ends
 _NO_VALUE: Final = frozenset({"na", "n/a", "none", "null"})
 # Characters without width that programs leave at the ends of cells.
 _ZERO_WIDTH: Final = "\u200b\u200c\u200d\u2060\ufeff"
@@ -80,7 +82,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
 
     A sample may have several lines, one per lane of the sequencer. Their files are joined. A
     relative path is searched in the working directory, then in the folder of the sheet. Files that
-    do not exist are reported later, when they are read. A sheet of the columns `fastq_1` and
+    do not exist are no error here; see `find_unusable_files`. A sheet of the columns `fastq_1` and
     `fastq_2` alone names its samples by the names of the files. As a side effect, doubtful lines
     are warned of in the log.
 
@@ -89,6 +91,78 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
 
     Returns:
         The reads of each sample, by its name.
+
+    Raises:
+        InputError: The sheet cannot be used. The message names the line.
+    """
+    columns, lines = _read_lines(path)
+    _warn_of_mates_apart(path, lines)
+    lanes_by_sample = _group_lanes(path, lines, columns)
+    _warn_of_similar_names(path, lanes_by_sample)
+    return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
+
+
+def find_unusable_files(path: Path) -> tuple[list[str], bool]:
+    """Look for the files of a sheet, without reading them.
+
+    Args:
+        path: The sheet.
+
+    Returns:
+        What is wrong with files, with the line of each, and whether a sample is left whose files
+        are all there.
+
+    Raises:
+        InputError: The sheet itself cannot be used. The message names the line.
+    """
+    _, lines = _read_lines(path)
+    problems: list[str] = []
+    samples = set[str]()
+    broken_samples = set[str]()
+    for line, lane in lines:
+        sample = line.sample or f"line {line.number}"  # of a sheet of files alone
+        samples.add(sample)
+        for cell, file in zip(line.files, lane, strict=True):
+            problem = _find_file_problem(path, cell, file, is_mate=len(lane) == 2)
+            if problem:
+                broken_samples.add(sample)
+                where = f"{path}:{line.number}: "
+                if line.sample:
+                    where += f"sample '{join_first([line.sample])}': "
+                problems.append(where + problem)
+    return problems, samples != broken_samples
+
+
+def _find_file_problem(sheet: Path, cell: str, file: str, *, is_mate: bool) -> str:
+    """Return why a file of a sheet cannot be read and what to do; empty if it is there.
+
+    Args:
+        sheet: The sheet.
+        cell: The text of the cell.
+        file: The path or address that the cell names.
+        is_mate: The file holds mates, so that it cannot be a folder.
+    """
+    if is_remote(file):
+        return ""
+    if target_exists(Path(file)):
+        if is_mate and is_folder(Path(file)):
+            return f"{file}: is a folder; name the file of mates in it"
+        try:
+            find_inputs((file,))
+        except InputError as error:  # a folder without reads, or a file that may not be read
+            return str(error)
+        return ""
+    bare_name = cell.strip(_QUOTES)
+    if bare_name == cell:
+        return f"{shorten(file)}: no such file or folder; check the path"
+    hint = "remove the quotes around the path"
+    if bare_name and target_exists(Path(_resolve(sheet, bare_name))):
+        hint += ", the file is there without them"
+    return f"{shorten(file)}: no such file or folder; {hint}"
+
+
+def _read_lines(path: Path) -> tuple[_Columns, list[tuple[_SheetLine, Lane]]]:
+    """Return the columns of a sheet, and its lines with the files of each.
 
     Raises:
         InputError: The sheet cannot be used. The message names the line.
@@ -118,10 +192,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
             file=path,
             hint="write one line per sample, below the line with the names of the columns",
         )
-    _warn_of_mates_apart(path, lines)
-    lanes_by_sample = _group_lanes(path, lines, columns)
-    _warn_of_similar_names(path, lanes_by_sample)
-    return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
+    return columns, lines
 
 
 # --- Text and columns -----------------------------------------------------------------------------
@@ -404,7 +475,8 @@ def _find_repeated_file(
     """
     identities = [identify_file(file) for file in lane]
     if len(set(identities)) < len(lane):
-        return f"{lane[0]} is named twice; name it once"
+        hint = describe_missing_mate(lane[0], *COLUMNS[1:])
+        return f"fastq_1 and fastq_2 name the same file, {lane[0]}; {hint}"
     earlier_lines = [line_of_file.get(identity) for identity in identities]
     for file, identity, earlier_line in zip(lane, identities, earlier_lines, strict=True):
         if earlier_line is None:

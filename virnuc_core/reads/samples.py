@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from virnuc_core.config import ReadsSpec, SamplesSpec
-from virnuc_core.errors import ConfigError, InputError, UnsafeFileError
+from virnuc_core.errors import MAX_SHOWN_NAMES, ConfigError, InputError, UnsafeFileError
 from virnuc_core.reads.decision_log import decision_logger
 from virnuc_core.reads.file_names import ENDINGS, group_samples
 from virnuc_core.reads.mate_files import detect_pairs
-from virnuc_core.reads.sample_sheet import find_name_problem, read_sheet
+from virnuc_core.reads.sample_sheet import find_name_problem, find_unusable_files, read_sheet
 from virnuc_core.reads.sources import (
     Inputs,
     find_alignment_format_of_file,
@@ -191,6 +191,28 @@ def reads_by_sample(spec: SamplesSpec) -> dict[str, ReadsSpec]:
     if spec.sample_from == "name":
         return samples_by_file_name(spec)
     return samples_by_read_group(spec)
+
+
+def check_sheet_files(sheet: Path) -> None:
+    """Look for all files of a sample sheet before any of them is read, and log what is wrong.
+
+    A sample whose files are not there fails alone, because those of the others can be predicted.
+
+    Args:
+        sheet: The sample sheet.
+
+    Raises:
+        InputError: No sample can be predicted. The message names the lines.
+    """
+    problems, has_usable_sample = find_unusable_files(sheet)
+    if problems and not has_usable_sample:
+        text = "; ".join(problems[:MAX_SHOWN_NAMES])
+        n_hidden = len(problems) - MAX_SHOWN_NAMES
+        if n_hidden > 0:
+            text += f"; and {n_hidden} more"
+        raise InputError(text)
+    for problem in problems:
+        log.error("%s; this sample will fail, the others are predicted", problem)
 
 
 def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:

@@ -293,7 +293,9 @@ def _list_folder(folder: Path) -> Inputs:
         ignored = [name for name in ignored if name not in files]
     if not files:
         raise InputError(
-            "the folder holds no FASTA or FASTQ file", file=folder, hint="name the files"
+            "the folder holds no FASTA, FASTQ, BAM, CRAM or SAM file",
+            file=folder,
+            hint="name the files",
         )
     return Inputs(tuple(files), tuple(ignored), left_out=left_out)
 

@@ -246,8 +246,8 @@ class InferenceProgressReporter:
     def status_line(self) -> str:
         """Return the live figures of the whole run in one line.
 
-        `viral so far` are first verdicts: sequences that have been scored since the start, with a
-        score from the threshold on.
+        `viral sequences so far` are first verdicts: sequences that have been scored since the
+        start, with a score from the threshold on. They are open frames and not reads.
         """
         texts = self.progress()
         elapsed_time = clock_text(time.monotonic() - self._started_s)
@@ -255,7 +255,7 @@ class InferenceProgressReporter:
         n_viral = sum(counts["viral"] for counts in self._counts.values())
         return (
             f"{self._done:,} of {self._total:,} sequences ({percent_done:.1f} %) | "
-            f"{n_viral:,} viral so far | {texts.tokens} | gpu util {texts.gpu} | "
+            f"{n_viral:,} viral sequences so far | {texts.tokens} | gpu util {texts.gpu} | "
             f"packing efficiency {texts.pack} | elapsed {elapsed_time} | {texts.eta}"
         )
 

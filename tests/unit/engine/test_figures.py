@@ -196,5 +196,5 @@ def test_the_live_figures_end_with_those_of_the_results(
     assert f'virnuc_sequences_done{{run="live"}} {len(scores)}\n' in text
     assert f'virnuc_sequences_viral{{run="live"}} {n_viral}\n' in text
     assert 'virnuc_state{run="live",state="completed"} 1\n' in text
-    assert f"| {n_viral:,} viral so far |" in lines[-1]
+    assert f"| {n_viral:,} viral sequences so far |" in lines[-1]
     assert f"{len(scores):,} of {len(scores):,} sequences (100.0 %)" in lines[-1]

@@ -53,9 +53,11 @@ def test_live_figures_are_sent_beside_the_share(sent: list[float], descriptions:
         show(0.5)
         while sent[-1:] != [50.0]:  # before, the share at the start may have been sent
             time.sleep(0.005)
-        show.show_status("12 of 24 sequences | 3 viral so far <b>")
+        show.show_status("12 of 24 sequences | 3 viral sequences so far <b>")
     assert sent[-2:] == [50.0, 50.0]
-    assert descriptions[-1] == "Embedding x: 12 of 24 sequences \\| 3 viral so far \\<b\\>"
+    assert (
+        descriptions[-1] == "Embedding x: 12 of 24 sequences \\| 3 viral sequences so far \\<b\\>"
+    )
 
 
 @pytest.mark.usefixtures("sent")

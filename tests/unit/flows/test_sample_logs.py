@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.flows.predict_samples import _warn_of_merged_names
+from virnuc.flows.predict_samples import SampleTable, _error_of_samples, _warn_of_merged_names
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.errors import InputError
 from virnuc_core.reads.mate_files import find_reads
+from virnuc_core.reads.samples import SampleRow
 
 FILES = (
     *("pair_R1.fq", "pair_R2.fq", "apart_R1_x.fq", "apart_R2_x.fq", "R1_c.fq", "R2_c.fq"),
@@ -82,3 +83,24 @@ def test_samples_that_multiqc_would_merge_are_named_before_they_run(
     caplog.clear()
     _warn_of_merged_names(["P1", "P2"])
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("names", "failed", "words"),
+    [
+        ("a", "a", "the only sample failed"),
+        ("ab", "ab", "all 2 samples failed"),
+        ("abc", "b", "1 of 3 samples failed, the others are done"),
+    ],
+)
+def test_the_error_of_samples_speaks_of_others_only_if_there_are_some(
+    tmp_path: Path, names: str, failed: str, words: str
+) -> None:
+    table = SampleTable(tmp_path / "samples.tsv", {name: SampleRow(sample=name) for name in names})
+    for name in failed:
+        table.add_error(name, InputError("is broken", file=f"{name}.fq"))
+    error = _error_of_samples(table)
+    first = failed[0]
+    expected = f"{words} ({tmp_path}/samples.tsv tells of each); {first}: {first}.fq: is broken"
+    assert str(error) == expected
+    assert error.exit_code == 2

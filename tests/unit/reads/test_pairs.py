@@ -213,12 +213,52 @@ def test_files_of_mates_without_the_other_file_are_refused(
     first_file, second_file = write(fasta("ab"), "a_R1.fa"), write(fasta("ab"), "a_R2.fa")
     with pytest.raises(ConfigError, match="-1 names 2 files, -2 1; name both"):
         StageSpec(mates_1=(first_file, second_file), mates_2=(second_file,))
-    for mates in (
-        {"mates_1": (first_file,), "mates_2": (first_file,)},
-        {"mates_1": (first_file,), "mates_2": (second_file,), "reads": (first_file,)},
-    ):
-        with pytest.raises(InputError, match="named twice"):
-            staged(tmp_path / "orfs.h5", **mates)
+    mates = {"mates_1": (first_file,), "mates_2": (second_file,), "reads": (first_file,)}
+    with pytest.raises(InputError, match="named twice"):
+        staged(tmp_path / "orfs.h5", **mates)
+
+
+@pytest.mark.parametrize(
+    ("named", "beside", "hint"),
+    [
+        ("a_R1.fq", "a_R2.fq", "-2 takes the second mates (is it {beside}?)"),
+        ("a_R2.fq", "a_R1.fq", "-1 takes the first mates (is it {beside}?)"),
+        ("a_1.fq", "a_2.fq", "-2 takes the second mates (is it {beside}?)"),
+        ("a_fwd.fq", "a_rev.fq", "-2 takes the second mates (is it {beside}?)"),
+        ("a_R1.fq", "b_R2.fq", "-2 takes the second mates"),
+        ("a.fq", "b.fq", "-2 takes the second mates"),
+    ],
+)
+def test_one_file_as_both_mates_is_refused_with_the_file_that_may_be_meant(
+    write: WriteReads, tmp_path: Path, named: str, beside: str, hint: str
+) -> None:
+    file = write(fastq("ab"), named)
+    other_file = write(fastq("ab"), beside)
+    with pytest.raises(InputError) as error_info:
+        find_reads(ReadsSpec(mates_1=(file,), mates_2=(file,)))
+    expected_hint = hint.format(beside=other_file)
+    assert str(error_info.value) == f"-1 and -2 name the same file, {file}; {expected_hint}"
+    assert error_info.value.exit_code == 2
+
+
+def test_mates_that_lie_beside_a_file_and_are_not_read_are_told_in_one_line(
+    write: WriteReads, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [write(fastq("ab"), name) for name in ("a_R1.fq", "a_R2.fq", "p_1.fq", "c.fq")]
+    write(fastq("xy"), "p_2.fq")  # of another patient: their reads have other ids
+    find_reads(ReadsSpec(reads=(files[0],), pairs=False))
+    find_reads(ReadsSpec(reads=(files[2],)))
+    find_reads(ReadsSpec(reads=(files[3],)))
+    find_reads(ReadsSpec(reads=tuple(files[:2])))
+    assert not caplog.records
+    message = "its mate {} lies beside it and is not read; name both to judge pairs, or use"
+    expected = [
+        f"{files[0]}: {message.format(files[1])} --no-pairs",
+        f"{files[1]}: {message.format(files[0])} --no-pairs",
+    ]
+    find_reads(ReadsSpec(reads=(files[0],)))
+    find_reads(ReadsSpec(reads=(files[1], files[3])))
+    assert [record.message for record in caplog.records] == expected
 
 
 @pytest.mark.parametrize(

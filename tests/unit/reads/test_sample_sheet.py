@@ -12,6 +12,7 @@ from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.mate_files import find_reads
 from virnuc_core.reads.sample_sheet import read_sheet
+from virnuc_core.reads.samples import check_sheet_files
 
 HEADER = "sample,fastq_1,fastq_2\n"
 LINE = "a,a_1.fq,a_2.fq\n"
@@ -128,7 +129,7 @@ def linked(tmp_path: Path) -> Path:
         ("A,x_1.fq,x_2.fq\nA,x_2.fq,x_1.fq", "named twice"),
         ("A,x_1.fq,x_2.fq\nA,./x_1.fq,sub/../x_2.fq", "named twice"),
         ("A,x_1.fq,\nA,soft.fq,", "named twice"),
-        ("A,x_1.fq,soft.fq", "named twice"),
+        ("A,x_1.fq,soft.fq", r"name the same file, .*x_1\.fq; .* \(is it .*x_2\.fq\?\)"),
     ],
 )
 def test_a_pair_belongs_to_one_sample(linked: Path, rows: str, message: str) -> None:
@@ -171,6 +172,46 @@ def test_reads_without_mates_of_an_archive_belong_to_their_sample(tmp_path: Path
     assert samples == {
         "X": ReadsSpec(mates_1=("SRR_1.fq",), mates_2=("SRR_2.fq",), reads=("SRR.fq",))
     }
+
+
+# --- Files that are not there ---------------------------------------------------------------------
+
+
+def test_a_sheet_without_a_usable_sample_is_refused_with_each_line(linked: Path) -> None:
+    path = sheet(linked, f"{HEADER}a,'{linked}/x_1.fq','{linked}/x_2.fq'\nb,‘no.fq’,\nc,no.fq,\n")
+    with pytest.raises(InputError) as error_info:
+        check_sheet_files(path)
+    quotes = "no such file or folder; remove the quotes around the path"
+    assert str(error_info.value) == (
+        f"{path}:2: sample 'a': '{linked}/x_1.fq': {quotes}, the file is there without them; "
+        f"{path}:2: sample 'a': '{linked}/x_2.fq': {quotes}, the file is there without them; "
+        f"{path}:3: sample 'b': ‘no.fq’: {quotes}; and 1 more"
+    )
+    assert error_info.value.exit_code == 2
+
+
+def test_files_that_are_not_there_are_told_before_the_others_are_predicted(
+    linked: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (linked / "empty").mkdir()
+    rows = ["a,x_1.fq,x_2.fq", "b,no.fq,", "c,y_1.fq,sub", "d,empty,", "e,https://h/x.fq,"]
+    path = sheet(linked, HEADER + "\n".join(rows))
+    check_sheet_files(path)
+    end = "this sample will fail, the others are predicted"
+    sub = path.parent / "sub"
+    empty = path.parent / "empty"
+    assert [record.message for record in caplog.records] == [
+        f"{path}:3: sample 'b': no.fq: no such file or folder; check the path; {end}",
+        f"{path}:4: sample 'c': {sub}: is a folder; name the file of mates in it; {end}",
+        f"{path}:5: sample 'd': {empty}: the folder holds no FASTA, FASTQ, BAM, CRAM or SAM file; "
+        f"name the files; {end}",
+    ]
+
+
+def test_a_missing_file_of_a_sheet_of_files_alone_is_told_by_its_line(tmp_path: Path) -> None:
+    path = sheet(tmp_path, "fastq_1\nno.fq\n")
+    with pytest.raises(InputError, match=r"sheet\.csv:2: no\.fq: no such file or folder"):
+        check_sheet_files(path)
 
 
 # --- Addresses and the home folder ----------------------------------------------------------------

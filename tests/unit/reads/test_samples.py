@@ -62,7 +62,7 @@ def test_rows_of_a_sample_are_joined_as_lanes_and_other_columns_are_ignored(
         (HEADER + ",,,x\n", r"sheet\.csv:2: sample '': more cells"),
         (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: sample '': not the name of a directory"),
         (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name a file"),
-        (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
+        (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': fastq_1 and fastq_2 name the same"),
         (HEADER + "a,a.fq,\nb,b.fq,\na,a.fq,\n", r"sheet\.csv:4: sample 'a': a\.fq is named twice"),
         (
             HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n",

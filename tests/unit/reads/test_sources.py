@@ -217,7 +217,7 @@ def test_missing_repeated_and_empty_inputs_are_refused(write: WriteReads, tmp_pa
     os.link(path, tmp_path / "hard.fa")
     for names, words in {
         (str(tmp_path / "absent.fa"),): "no such file or folder",
-        (str(tmp_path / "empty"),): "holds no FASTA or FASTQ",
+        (str(tmp_path / "empty"),): "holds no FASTA, FASTQ, BAM, CRAM or SAM file; name the files",
         (path, str(tmp_path / "in" / ".." / "in" / "a.fa")): "named twice",
         (path, str(tmp_path / "in")): "named twice",
         (path, str(tmp_path / "hard.fa")): "named twice",
