@@ -213,7 +213,7 @@ def _expected_rate_note(card: HeadCard, fdr: float | None) -> str:
         )
     return (
         f". With --fdr {fdr:g}, {100 * expected_rate.value:.1f} % of the reads called viral are "
-        f"expected to be wrong; in 95 of 100 new samples of such genomes, between "
+        f"expected to be wrong; 95 of 100 new samples of such genomes should have between "
         f"{100 * expected_rate.low:.1f} and {100 * expected_rate.high:.1f} %"
     )
 

@@ -381,8 +381,8 @@ def _threshold_note(card: HeadCard) -> str:
         )
     return (
         f"{share} A new sample has other genomes of the same kinds: as many as the head was "
-        "tested with, and the same share of reads of each kind. In 95 of 100 such samples the rate "
-        "lies between the two limits. A threshold is refused if the upper limit is more than "
+        "tested with, and the same share of reads of each kind. The limits are meant to hold the "
+        "rate of 95 of 100 such samples. A threshold is refused if the upper limit is more than "
         f"{MAX_RATE_RATIO:g} times the wanted rate, or as high as if every read was called viral."
     )
 

@@ -34,6 +34,7 @@ def make_card(
     rows: pd.DataFrame,
     spec: TrainSpec,
     scored_reads: pd.DataFrame,
+    tested_reads: pd.DataFrame,
     figures: Figures,
     domain: TrainingDomain,
     encoder_digests: Mapping[str, str],
@@ -47,6 +48,7 @@ def make_card(
         spec: The table of origins, and the prevalence that the card's numbers hold for.
         scored_reads: Whole reads of genomes that the head did not learn from, with the columns
             score, label, source (number of the independent genome) and kind.
+        tested_reads: The reads of the final test, as the final head scored them.
         figures: The metrics of these reads at `spec.prevalence`.
         domain: How the head judged reads of each kind, GC content and length.
         encoder_digests: Digests of the encoders that the head was trained with.
@@ -54,7 +56,9 @@ def make_card(
     n_bases = np.asarray(store.read_length)[rows["read"].unique()]  # of each read
     metrics = {name: value for name, value in figures.metrics.items() if value is not None}
     auroc = metrics.pop("auroc")  # it has a field of its own
-    thresholds = choose_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence)
+    thresholds = choose_thresholds(
+        scored_reads, tested_reads, FALSE_DISCOVERY_RATES, spec.prevalence
+    )
     method = None if spec.method == "network" else spec.method
     return HeadCard(
         method=method,

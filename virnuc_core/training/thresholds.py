@@ -48,7 +48,7 @@ class _LogShare:
 
 
 def choose_thresholds(
-    reads: pd.DataFrame, rates: Sequence[float], prevalence: float
+    reads: pd.DataFrame, tested_reads: pd.DataFrame, rates: Sequence[float], prevalence: float
 ) -> FdrThresholds:
     """Choose a threshold for each false discovery rate, and refuse those that promise nothing.
 
@@ -58,13 +58,15 @@ def choose_thresholds(
     Args:
         reads: Scored reads of genomes that the head did not learn from, with the columns score,
             label, source (number of the independent genome) and kind (such as `phage`).
+        tested_reads: Some of the same reads, scored by the final head, which did not learn from
+            them either.
         rates: The wanted false discovery rates.
         prevalence: Share of viral reads that the rates hold for.
     """
     scores = {}
     expected_rates = {}
     for rate, score in fdr_thresholds(reads, rates, prevalence).items():
-        expected_rate = predict_fdr(reads, score, prevalence)
+        expected_rate = predict_fdr(reads, tested_reads, score, prevalence)
         expected_rates[rate] = expected_rate
         highest_useful_rate = min(MAX_RATE_RATIO * rate, 1 - prevalence)
         if expected_rate.high <= highest_useful_rate:
@@ -72,7 +74,9 @@ def choose_thresholds(
     return FdrThresholds(scores, expected_rates)
 
 
-def predict_fdr(reads: pd.DataFrame, threshold: float, prevalence: float) -> Estimate:
+def predict_fdr(
+    reads: pd.DataFrame, tested_reads: pd.DataFrame, threshold: float, prevalence: float
+) -> Estimate:
     """Return the false discovery rate to expect in a new sample, with its 95 % interval.
 
     The new sample has other genomes of the same kinds: as many independent ones, and the same share
@@ -85,11 +89,14 @@ def predict_fdr(reads: pd.DataFrame, threshold: float, prevalence: float) -> Est
     Statistics 9:586), within its kind. They count twice: for the genomes of the training and for
     those of the new sample. The quantile is that of Student's distribution, whose degrees of
     freedom fall if few genomes make most of the variance (Satterthwaite 1946, Biometrics Bulletin
-    2:110).
+    2:110). The square of the step from the heads of the cross-validation to the final head is added
+    to the variance.
 
     Args:
         reads: Scored reads with the columns score, label, source (number of the independent
             genome) and kind.
+        tested_reads: Some of the same reads, with their scores by the final head. Both tables are
+            indexed by the numbers of the reads.
         threshold: Score from which a read is called viral.
         prevalence: Share of viral reads that the rate holds for.
 
@@ -109,8 +116,9 @@ def predict_fdr(reads: pd.DataFrame, threshold: float, prevalence: float) -> Est
         fallout.variance**2 / fallout.degrees_of_freedom
         + recall.variance**2 / recall.degrees_of_freedom
     )
+    step = _step_to_final_head(reads, tested_reads, threshold)
     quantile = stdtrit(degrees_of_freedom, UPPER_QUANTILE)  # of Student's t
-    half_width = quantile * np.sqrt(2 * variance)
+    half_width = quantile * np.sqrt(2 * variance + step**2)
     low = float(expit(log_odds - half_width))
     high = float(expit(log_odds + half_width))
     # A count of n independent events has the relative variance 1 / n.
@@ -118,6 +126,31 @@ def predict_fdr(reads: pd.DataFrame, threshold: float, prevalence: float) -> Est
     if n_independent_calls < MIN_INDEPENDENT_CALLS:
         low = 0.0
     return Estimate(value=rate, low=low, high=high)
+
+
+def _step_to_final_head(reads: pd.DataFrame, tested_reads: pd.DataFrame, threshold: float) -> float:
+    """Return by how much the final head changes the logarithm of the odds of the rate.
+
+    The heads of a cross-validation and the final head give the same reads other scores. Both are
+    compared on the reads of the final test, so the scatter of genomes is not in the difference.
+
+    Args:
+        reads: Scored reads, with the columns score and label.
+        tested_reads: The reads of the final test, with their scores by the final head.
+        threshold: Score from which a read is called viral.
+    """
+    same_reads = reads.loc[tested_reads.index]
+    steps = []
+    for label in (OTHERS, VIRUS):
+        is_of_class = (same_reads["label"] == label).to_numpy()
+        counts = []
+        for table in (same_reads, tested_reads):
+            is_called = consensus.is_viral(table["score"].to_numpy(), threshold)
+            counts.append(is_called[is_of_class].sum() + 0.5)  # half a read, as there may be none
+        before, after = counts
+        steps.append(np.log(after / before))
+    step_of_fallout, step_of_recall = steps
+    return float(step_of_fallout - step_of_recall)
 
 
 def _log_share_called(reads: pd.DataFrame, threshold: float, n_added: int) -> _LogShare:

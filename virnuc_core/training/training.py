@@ -198,6 +198,7 @@ def train_head(
         features.rows,
         spec,
         _with_genomes(head_evaluation.card_reads, examples),
+        head_evaluation.scored_reads[FINAL_TEST],
         head_evaluation.card_figures,
         head_evaluation.domain,
         encoder_digests,

@@ -6,8 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from virnuc_core.encoders.model_config import Estimate
 from virnuc_core.training.evaluation import false_discovery_rate, fdr_thresholds
-from virnuc_core.training.thresholds import MAX_RATE_RATIO, choose_thresholds, predict_fdr
+from virnuc_core.training.thresholds import (
+    MAX_RATE_RATIO,
+    FdrThresholds,
+    choose_thresholds,
+    predict_fdr,
+)
 
 PREVALENCE = 0.5
 RATE = 0.1
@@ -52,6 +58,17 @@ def draw_reads(
     )
 
 
+def predict(reads: pd.DataFrame, threshold: float) -> Estimate:
+    """Return the rate in new samples, if the final head scores as those of the cross-validation."""
+    reads = reads.reset_index(drop=True)
+    return predict_fdr(reads, reads, threshold, PREVALENCE)
+
+
+def choose(reads: pd.DataFrame, rate: float) -> FdrThresholds:
+    """Choose a threshold, if the final head scores as those of the cross-validation."""
+    return choose_thresholds(reads, reads, (rate,), PREVALENCE)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"kinds": (-2.0, 0.0, 1.0), "n_others": 18}],
@@ -67,13 +84,13 @@ def test_the_rate_of_new_genomes_lies_within_the_interval_in_19_of_20_samples(
         threshold = fdr_thresholds(training, (RATE,), PREVALENCE)[RATE]
         realised_rate = false_discovery_rate(new_sample, threshold, PREVALENCE)
         assert realised_rate is not None
-        expected_rate = predict_fdr(training, threshold, PREVALENCE)
+        expected_rate = predict(training, threshold)
         n_within += expected_rate.low <= realised_rate <= expected_rate.high
     assert n_within >= 0.95 * N_SAMPLES
 
 
 def test_the_expected_rate_is_at_most_the_wanted_one() -> None:
-    chosen = choose_thresholds(draw_reads(0, n_others=100), (RATE,), PREVALENCE)
+    chosen = choose(draw_reads(0, n_others=100), RATE)
     expected_rate = chosen.expected_rates[RATE]
     assert expected_rate.low < expected_rate.value <= RATE + 1e-9 < expected_rate.high
 
@@ -84,7 +101,7 @@ def test_more_genomes_give_a_narrower_interval() -> None:
         limits_of_draws = []
         for seed in range(5):
             reads = draw_reads(seed, n_others=n_genomes, n_viruses=n_genomes)
-            expected_rate = choose_thresholds(reads, (RATE,), PREVALENCE).expected_rates[RATE]
+            expected_rate = choose(reads, RATE).expected_rates[RATE]
             limits_of_draws.append(expected_rate.high)
         limits.append(np.median(limits_of_draws))
     assert limits[0] > 1.3 * limits[1] > 1.3**2 * limits[2]
@@ -93,23 +110,23 @@ def test_more_genomes_give_a_narrower_interval() -> None:
 def test_more_reads_of_the_same_genomes_do_not_make_up_for_genomes() -> None:
     reads = draw_reads(2)
     threshold = fdr_thresholds(reads, (RATE,), PREVALENCE)[RATE]
-    once = predict_fdr(reads, threshold, PREVALENCE)
-    ten_times = predict_fdr(pd.concat([reads] * 10), threshold, PREVALENCE)
+    once = predict(reads, threshold)
+    ten_times = predict(pd.concat([reads] * 10), threshold)
     assert ten_times.high > 0.8 * once.high
 
 
 @pytest.mark.parametrize("n_others", [2, 4])
 def test_with_few_genomes_a_threshold_is_refused(n_others: int) -> None:
-    few = choose_thresholds(draw_reads(3, n_others=n_others), (RATE,), PREVALENCE)
+    few = choose(draw_reads(3, n_others=n_others), RATE)
     assert few.scores == {}
     assert few.expected_rates[RATE].high > MAX_RATE_RATIO * RATE
-    many = choose_thresholds(draw_reads(3, n_others=100), (RATE,), PREVALENCE)
+    many = choose(draw_reads(3, n_others=100), RATE)
     assert set(many.scores) == {RATE}
 
 
 def test_a_rate_that_is_no_better_than_calling_every_read_viral_is_refused() -> None:
     rate = 0.45  # of a class that is half of the reads
-    chosen = choose_thresholds(draw_reads(4), (rate,), PREVALENCE)
+    chosen = choose(draw_reads(4), rate)
     assert chosen.expected_rates[rate].high < MAX_RATE_RATIO * rate
     assert chosen.scores == {}
 
@@ -118,7 +135,7 @@ def test_a_rate_that_is_no_better_than_calling_every_read_viral_is_refused() -> 
 def test_one_genome_of_a_class_tells_nothing_of_others(label: int) -> None:
     reads = draw_reads(5)
     reads.loc[reads["label"] == label, "source"] = -1
-    expected_rate = predict_fdr(reads, 0.9, PREVALENCE)
+    expected_rate = predict(reads, 0.9)
     assert (expected_rate.low, expected_rate.high) == (0, 1)
 
 
@@ -126,12 +143,12 @@ def test_if_one_genome_has_all_viral_calls_nothing_is_known() -> None:
     reads = draw_reads(6)
     is_last_genome = reads["source"] == reads["source"].max()
     reads["score"] = np.where(is_last_genome, 0.9, 0.1)
-    expected_rate = predict_fdr(reads, 0.5, PREVALENCE)
+    expected_rate = predict(reads, 0.5)
     assert (expected_rate.low, expected_rate.high) == (0, 1)
 
 
 def test_no_viral_call_at_all_is_no_rate() -> None:
-    expected_rate = predict_fdr(draw_reads(7), 1.1, PREVALENCE)
+    expected_rate = predict(draw_reads(7), 1.1)
     assert (expected_rate.low, expected_rate.high) == (0, 1)
 
 
@@ -143,14 +160,27 @@ def test_the_only_genome_of_a_kind_widens_the_interval() -> None:
     is_kept = ~others | (reads["kind"] == "0") | (reads["source"] == first_genome)
     with_single = reads[is_kept]
     without = with_single[with_single["source"] != first_genome]
-    wide = predict_fdr(with_single, 0.9, PREVALENCE)
-    narrow = predict_fdr(without, 0.9, PREVALENCE)
+    wide = predict(with_single, 0.9)
+    narrow = predict(without, 0.9)
     assert wide.high - wide.low > narrow.high - narrow.low
 
 
 def test_few_false_positives_may_be_none_in_a_new_sample() -> None:
     reads = draw_reads(9, scatter=0.0)
     highest_score_of_others = reads.loc[reads["label"] == 0, "score"].max()
-    expected_rate = predict_fdr(reads, highest_score_of_others, PREVALENCE)
+    expected_rate = predict(reads, highest_score_of_others)
     assert expected_rate.low == 0
     assert expected_rate.value > 0
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.3])
+def test_a_final_head_that_scores_otherwise_widens_the_interval(shift: float) -> None:
+    reads = draw_reads(10)
+    tested_reads = reads[reads["source"] % 5 == 0]
+    threshold = fdr_thresholds(reads, (RATE,), PREVALENCE)[RATE]
+    same = predict_fdr(reads, tested_reads, threshold, PREVALENCE)
+    moved_reads = tested_reads.assign(score=tested_reads["score"] + shift)
+    other = predict_fdr(reads, moved_reads, threshold, PREVALENCE)
+    assert other.value == same.value
+    assert other.low < same.low
+    assert other.high > same.high
