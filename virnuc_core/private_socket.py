@@ -43,7 +43,8 @@ def socket_folders() -> list[Path]:
     """
     folders = []
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if runtime.is_absolute() and runtime.is_dir():
+    # Unlike `Path.is_dir`, this returns false for a folder that this user may not look at.
+    if runtime.is_absolute() and os.path.isdir(runtime):  # noqa: PTH112
         folders.append(runtime / "virnuc")
     with suppress(RuntimeError):  # the user has no home directory
         # Several machines may share the home directory, and a socket works on one only.
