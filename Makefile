@@ -38,6 +38,7 @@ setup: $(STAMP)
 
 $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; name one: make setup PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "Making $(VENV) with virnuc and the tested versions of its packages (several gigabytes). This takes minutes and prints nothing more until it is done."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@cat constraints.txt pyproject.toml | cksum > $(STAMP)

@@ -113,6 +113,23 @@ class ConfigError(VirnucError):
     exit_code = 2
 
 
+def missing_package_error(package: str | None, extra: str, purpose: str) -> ConfigError:
+    """Return the error for a package that only some installations have.
+
+    No release is on a package index, so the message names the checkout. A package with our name on
+    an index would be a stranger's.
+
+    Args:
+        package: The name of the module that could not be imported.
+        extra: The optional dependencies in `pyproject.toml` that contain it.
+        purpose: What the package is needed for.
+    """
+    return ConfigError(
+        f"{purpose} needs the package {package}, which is not installed; "
+        f"run pip install '.[{extra}]' in the checkout of virnuc"
+    )
+
+
 class WeightsError(VirnucError):
     """A models directory, or a checkpoint, that cannot be used as it is."""
 

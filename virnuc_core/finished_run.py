@@ -22,7 +22,7 @@ from virnuc_core import pipeline
 from virnuc_core.checked_files import PAGE_DIGEST, open_checked
 from virnuc_core.config import RunSpec, explain
 from virnuc_core.engine import shards
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, missing_package_error
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import FRAMES
 from virnuc_core.rundir import RunDir
@@ -154,8 +154,7 @@ class Run:
         try:
             from anndata import AnnData
         except ModuleNotFoundError as error:
-            hint = "pip install 'virnuc[anndata]'"
-            raise ConfigError(f"the package anndata is not installed; {hint}") from error
+            raise missing_package_error(error.name, "anndata", "to_anndata()") from error
         if frames is None:
             frames = self.frames
         facts_of_read = self.reads.set_index("id")[["length", "fate", "label"]]

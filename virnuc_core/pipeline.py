@@ -49,6 +49,7 @@ from virnuc_core.errors import (
     RunMismatchError,
     ShardError,
     UnsafeFileError,
+    missing_package_error,
 )
 from virnuc_core.input_names import is_remote
 from virnuc_core.lease import require_lease
@@ -268,9 +269,7 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
     try:
         from virnuc_core.engine.cluster import Cluster  # imported late: few runs need it
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]"
-        ) from error
+        raise missing_package_error(error.name, "cluster", f"cluster {spec.cluster}") from error
     return Cluster(spec, spec.models, spec.devices, spec.engine, out)
 
 

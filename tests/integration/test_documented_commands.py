@@ -137,7 +137,7 @@ ELSEWHERE = {
         "needs a folder of node_exporter; tests/unit/telemetry/test_metrics_file.py"
     ),
     "virnuc predict ncbi:": f"{NETWORK}; with a server of the test: tests/unit/reads/test_remote.py",
-    "column -t first/reads.tsv": "shows what the download gave",
+    "column -ts $'\\t' first/reads.tsv": "shows what the download gave",
     "virnuc predict --samples": "tests/integration/test_predict_flow.py",
     "virnuc predict run42": "tests/integration/test_predict_flow.py",
     "virnuc predict lung_R1.fq.gz": "tests/unit/reads/test_pairs.py",
@@ -264,6 +264,7 @@ def test_every_block_without_commands_is_code_or_output() -> None:
 
 # How blocks begin that show output, or a part of a file.
 OUTPUTS = (
+    "UNFAMILIAR SAMPLE",  # the last line of a run
     "0 of 200 reads are viral",
     "0 of 2,314 reads are viral",
     "N of 160 reads are viral",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -38,6 +39,22 @@ PLAIN_PAGES = [
     *TUTORIALS,
     *GUIDES,
 ]
+
+
+# Rows of "What can go wrong" tables that quote other programs.
+MESSAGES_OF_OTHERS = {
+    "could not select device driver",  # Docker
+    "nothing provides …",  # conda
+    "pip check",
+    "requires a different Python",  # pip
+    'unknown command "/bin/bash"',  # Docker
+    "virnuc: command not found",  # bash
+    "--software-deployment-method conda",
+}
+# Folders whose files can give advice to a user.
+ADVICE_FOLDERS = ("deployments", "docs", "flows", "tasks", "virnuc_core")
+TEXT_SUFFIXES = {".ipynb", ".j2", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml"}
+MAX_PLACEHOLDER = 60  # letters of the source in place of a "…"
 
 
 def page_name(path: Path) -> str:
@@ -92,3 +109,57 @@ def test_the_citation_names_this_version_and_all_three_papers() -> None:
     for name in ("VirNucPro", "DNABERT-S", "protein"):
         assert name in titles
     assert all(reference.get("doi") or reference.get("url") for reference in citation["references"])
+
+
+def advice_files() -> list[Path]:
+    """Return the files whose text a user can read as advice: documentation, code, deployments."""
+    files = [ROOT / "README.md"]
+    for folder in ADVICE_FOLDERS:
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in TEXT_SUFFIXES]
+    return files
+
+
+def test_nobody_is_told_to_install_our_name_from_a_package_index() -> None:
+    # No release is on PyPI: whoever owns the name there could be a stranger.
+    told = re.compile(r"virnuc\[\w+\]|pip install '?virnuc\b(?!-)")
+    files = advice_files()
+    assert len(files) > 200
+    wrong = {page_name(path): told.findall(path.read_text(encoding="utf-8")) for path in files}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def quoted_messages(page: Path) -> list[str]:
+    """Return the messages in the first column of the page's tables of what can go wrong."""
+    messages = []
+    in_table = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| you (read|see) \|", line):
+            in_table = True
+        elif not line.startswith("|"):
+            in_table = False
+        elif in_table:
+            first_cell = line.split(" | ")[0]
+            quotes = re.findall(r"`([^`]+)`", first_cell)
+            messages += [quote for quote in quotes if " " in quote]
+    return messages
+
+
+@pytest.fixture(scope="module")
+def source_text() -> str:
+    """The text of all code, with the string literals of several lines joined."""
+    files = [path for path in advice_files() if path.suffix != ".md"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    return re.sub(r"\"\s*\n\s*f?\"", "", text)
+
+
+def test_every_message_that_a_page_quotes_is_one_of_ours(source_text: str) -> None:
+    pages = [*TUTORIALS, *GUIDES]
+    messages = {message for page in pages for message in quoted_messages(page)}
+    assert len(messages) > 15
+    unknown = []
+    for message in sorted(messages - MESSAGES_OF_OTHERS):
+        literals = [re.escape(part.strip()) for part in re.split(r"…|\d+", message) if part.strip()]
+        pattern = rf".{{0,{MAX_PLACEHOLDER}}}".join(literals)
+        if not re.search(pattern, source_text, re.IGNORECASE):
+            unknown.append(message)
+    assert unknown == []

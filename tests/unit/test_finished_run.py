@@ -114,6 +114,14 @@ def test_anndata_has_frames_with_their_reads(run: virnuc.Run) -> None:
     assert data.obs["length"].iloc[0] == first_read["length"]
 
 
+def test_without_anndata_the_message_names_the_checkout(
+    run: virnuc.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anndata", None)  # the import then fails
+    with pytest.raises(ConfigError, match=r"needs the package anndata.*'\.\[anndata\]'"):
+        run.to_anndata()
+
+
 def test_importing_virnuc_imports_nothing_heavy() -> None:
     code = "import sys, virnuc; print(sorted({'torch', 'pandas', 'prefect'} & sys.modules.keys()))"
     output = subprocess.run(

@@ -33,7 +33,7 @@ from virnuc_core.engine.cluster_security import (
     tls_options,
 )
 from virnuc_core.engine.devices import visible_gpus
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import ConfigError, DeviceError, missing_package_error
 from virnuc_core.rundir import parent_bound_command
 
 # Seconds to wait for the answer of a running scheduler.
@@ -238,7 +238,7 @@ def _batch_system_kinds(file: Path) -> dict[str, Any]:
             import dask_jobqueue
             import dask_jobqueue.local  # not imported by the package itself
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cluster {file} needs {error.name}; install virnuc[cluster]") from error
+        raise missing_package_error(error.name, "cluster", f"cluster {file}") from error
     suffix = "Cluster"
     kinds = {}
     for module in (dask_jobqueue, dask_jobqueue.local):
