@@ -50,7 +50,7 @@ def _count_lines(answer: Answer) -> list[str]:
     for reason, count in answer.why_without_verdict.items():
         counts[f"{INDENT}{reason}"] = count
     if answer.too_short is not None:
-        counts["too short for the classifier"] = answer.too_short
+        counts["of all reads, too short"] = answer.too_short
     title_width = max(len(title) for title in counts)
     count_width = max(len(f"{count:,}") for count in counts.values())
     lines = []

@@ -36,21 +36,32 @@ class _Axis:
         high: The value at its end. It is larger.
         start: The place of its beginning in the drawing.
         end: The place of its end.
+        is_whole: The axis has ticks at whole numbers only.
     """
 
     low: float
     high: float
     start: float
     end: float
+    is_whole: bool = False
 
     def place(self, value: float) -> float:
         """Return the place of a value in the drawing."""
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
+    def ticks(self) -> list[float]:
+        """Return the values of the ticks."""
+        return ticks(self.low, self.high, is_whole=self.is_whole)
+
 
 def draw_histogram(
-    edges: Sequence[float], counts: Sequence[int], x_label: str, y_label: str
+    edges: Sequence[float],
+    counts: Sequence[int],
+    x_label: str,
+    y_label: str,
+    *,
+    is_whole: bool = False,
 ) -> str:
     """Return a histogram as the text of an SVG image.
 
@@ -59,14 +70,15 @@ def draw_histogram(
         counts: The count of each bin.
         x_label: What the edges are, with the unit.
         y_label: What is counted.
+        is_whole: The x axis has whole numbers only, for example bases.
     """
     x_low, x_high = edges[0], edges[-1]
     if len(counts) == 1:  # a single bar would otherwise fill the whole width
         x_low -= SINGLE_BAR_MARGIN
         x_high += SINGLE_BAR_MARGIN
     highest = HEADROOM * max(counts) or 1.0  # an axis from 0 to 0 cannot be drawn
-    x_axis = _Axis(x_low, x_high, LEFT, WIDTH - RIGHT)
-    y_axis = _Axis(0.0, highest, HEIGHT - BOTTOM, TOP)
+    x_axis = _Axis(x_low, x_high, LEFT, WIDTH - RIGHT, is_whole)
+    y_axis = _Axis(0.0, highest, HEIGHT - BOTTOM, TOP, is_whole=True)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" '
         f'width="{WIDTH:g}pt" height="{HEIGHT:g}pt" font-family="sans-serif" '
@@ -81,16 +93,22 @@ def draw_histogram(
     return "\n".join(parts)
 
 
-def ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float, *, is_whole: bool = False) -> list[float]:
     """Return at most `MAX_TICKS` round numbers from `low` to `high`, at equal distances.
 
     Args:
         low: The beginning of an axis.
         high: Its end, which is larger.
+        is_whole: Return whole numbers only.
     """
     smallest_step = (high - low) / (MAX_TICKS - 1)
+    if is_whole:
+        smallest_step = max(1.0, smallest_step)
     power = 10.0 ** math.floor(math.log10(smallest_step))
-    step = power * next(nice for nice in NICE_STEPS if nice * power >= 0.999 * smallest_step)
+    steps = [nice * power for nice in NICE_STEPS]
+    if is_whole:
+        steps = [step for step in steps if step == int(step)]
+    step = next(step for step in steps if step >= 0.999 * smallest_step)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
@@ -99,10 +117,10 @@ def ticks(low: float, high: float) -> list[float]:
 def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     """Return a thin line for each tick of both axes."""
     lines = []
-    for value in ticks(x_axis.low, x_axis.high):
+    for value in x_axis.ticks():
         x = x_axis.place(value)
         lines.append(_line(x, TOP, x, HEIGHT - BOTTOM, GRID_COLOUR))
-    for value in ticks(y_axis.low, y_axis.high):
+    for value in y_axis.ticks():
         y = y_axis.place(value)
         lines.append(_line(LEFT, y, WIDTH - RIGHT, y, GRID_COLOUR))
     return lines
@@ -139,11 +157,11 @@ def _axis_lines() -> list[str]:
 def _tick_labels(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     """Return the numbers at the ticks."""
     labels = []
-    for value in ticks(x_axis.low, x_axis.high):
+    for value in x_axis.ticks():
         x = x_axis.place(value)
         y = HEIGHT - BOTTOM + 12.0
         labels.append(f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="middle">{_number(value)}</text>')
-    for value in ticks(y_axis.low, y_axis.high):
+    for value in y_axis.ticks():
         y = y_axis.place(value) + 3.3  # half the height of a digit
         x = LEFT - 5.0
         labels.append(f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="end">{_number(value)}</text>')

@@ -79,7 +79,8 @@ def export_samples(
     for (unit, section), path in multiqc_files.items():
         content = multiqc_sections(unit)[section] | {"data": data[unit, section]}
         write_text_atomically(path, json.dumps(content, indent=1) + "\n")
-    write_samples_page(out, folder.resolve().name, rows, add_summaries(list(summaries.values())))
+    total = add_summaries(list(summaries.values()))
+    write_samples_page(out, folder.resolve().name, rows, total, samples_folder=folder)
     return (*pages, *multiqc_files.values(), *files)
 
 

@@ -5,11 +5,13 @@ of the run. They load no other files. Names of reads, files and samples are show
 """
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -26,7 +28,7 @@ from virnuc_core.report.charts import Chart
 from virnuc_core.report.histogram import draw_histogram
 from virnuc_core.report.render import Tile, fill_template, sections_markdown
 from virnuc_core.report.sections import Row, Section, Table
-from virnuc_core.report.text import Number, cell
+from virnuc_core.report.text import Link, Number, cell
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import (
     FileDigest,
@@ -60,6 +62,25 @@ CITATIONS: Final = (
     "VirNucPro: Li et al., Briefings in Bioinformatics 2025, doi 10.1093/bib/bbaf224",
     *(f"{names.title}: {names.citation}" for names in NAMES),
 )
+# The title and authors of CITATION.cff, which an installed program does not have.
+OWN_TITLE: Final = (
+    "virnuc: VirNucPro's method for viral reads, at the speed of the hardware and with a "
+    "validation that proves each run"
+)
+OWN_AUTHORS: Final = "The virnuc authors"
+PAIRS_NOTE: Final = (
+    "Report pairs: both mates are of one fragment and get one verdict together. The table of reads "
+    "counts each mate by itself."
+)
+# What the remarks on the reads of a sample mean, behind their count.
+SAMPLE_FLAGS: Final = {
+    "short_for_model": "too short for the classifier",
+    "ambiguous": "with letters other than A, C, G and T",
+    "duplicate_ids": "with the id of an earlier read",
+    "skipped": "broken records left out",
+    "failed": "set aside",
+    "orphans": "without a mate",
+}
 NO_FRAME_NOTE: Final = (
     "No open reading frame: there is a stop codon in each of the six ways to translate the read, "
     "or in each chunk of a long read. The method looks at frames without a stop codon only."
@@ -129,7 +150,7 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
         generator=GENERATOR,
         title=f"Prediction of {label}",
         headline=answer.headline,
-        subtitle=f"made {_minute(record.created)}",
+        subtitle=f"in the folder {run.root.resolve().name} · made {_minute(record.created)}",
         is_unsafe=bool(answer.random_weights),
         tiles=_tiles(answer),
         first_sections=_first_sections(answer, summary.pairs),
@@ -204,11 +225,10 @@ def _further_sections(
         facts: How the results were made, by name.
         version: The version of virnuc that made the results; None if it is not known.
     """
-    origin_rows: list[Row] = [{"What": name, "Value": value} for name, value in facts.items()]
     sections = [
         _flag_section(figures, answer),
         _contig_section(figures),
-        Section("How it was made", tables=[Table(origin_rows)]),
+        _origin_section(facts),
         _citation_section(version),
     ]
     return [section for section in sections if not section.is_empty]
@@ -232,7 +252,9 @@ def read_charts(
     """
     charts = []
     if length_counts:
-        drawing = draw_histogram(length_edges, length_counts, "read length (bases)", "reads")
+        drawing = draw_histogram(
+            length_edges, length_counts, "read length (bases)", "reads", is_whole=True
+        )
         charts.append(Chart("Read lengths", "Number of reads by length", drawing))
     if any(score_counts):
         n_bins = len(score_counts)
@@ -243,29 +265,42 @@ def read_charts(
 
 
 def write_samples_page(
-    folder: Path, label: str, rows: Sequence[SampleRow], summary: RunSummary
+    folder: Path,
+    label: str,
+    rows: Sequence[SampleRow],
+    summary: RunSummary,
+    samples_folder: Path | None = None,
 ) -> Path:
     """Write one page over all samples, and return the path of the HTML page.
 
     Args:
-        folder: The folder with `samples.tsv`.
+        folder: The folder for the page.
         label: The name of the set of samples.
         rows: The lines of `samples.tsv`.
         summary: The sum of all predicted samples.
+        samples_folder: The folder with `samples.tsv` and the runs. None: the folder of the page.
     """
     answer = summary.answer
+    runs = _runs_of_samples(samples_folder or folder, rows)
+    records = [read_record(run) for run in runs.values()]
+    newest_record = max(records, key=lambda record: record.created, default=None)
+    facts: dict[str, str] = {}
+    subtitle = _describe_samples(rows)
+    if newest_record is not None:
+        subtitle += f" · made {_minute(newest_record.created)}"
+        facts = _samples_facts(newest_record, summary)
     table: list[Row] = []
     for row in rows:
         share = None if row.share is None else Number(f"{100 * row.share:.2f} %")
         table.append(
             {
-                "Sample": row.sample,
+                "Sample": _link_to_page(row.sample, runs, folder),
                 "Result": row.fate,
                 "Reads": row.reads,
                 "With a score": row.scored,
                 "Viral": row.viral,
                 "Viral share": share,
-                "Flags": row.flags,
+                "Remarks": _flags_in_words(row.flags),
                 "Note": row.note,
             }
         )
@@ -273,23 +308,94 @@ def write_samples_page(
         _first_section(answer, _failed_remark(rows)),
         Section(
             "Samples",
-            sentences=["Each sample has a page of its own, summary.html in its folder."],
+            sentences=["Each sample has a page of its own, summary.html in the sample's folder."],
             tables=[Table(table)],
         ),
         _verdict_section(answer, summary.pairs),
     ]
+    further_sections = [_origin_section(facts), _citation_section(virnuc_core.__version__)]
     page = SummaryPage(
         generator=GENERATOR,
         title=f"Samples of {label}",
         headline=answer.headline,
-        subtitle=_describe_samples(rows),
+        subtitle=subtitle,
         is_unsafe=bool(answer.random_weights),
         tiles=_tiles(answer),
         first_sections=[section for section in sections if not section.is_empty],
         charts=[],
-        further_sections=[_citation_section(virnuc_core.__version__)],
+        further_sections=[section for section in further_sections if not section.is_empty],
     )
     return _write(folder, page)
+
+
+def _runs_of_samples(folder: Path, rows: Sequence[SampleRow]) -> dict[str, RunDir]:
+    """Return the runs of the predicted samples by their names.
+
+    Args:
+        folder: The folder in which each sample has a folder of its own.
+        rows: The lines of `samples.tsv`.
+    """
+    runs = {}
+    for row in rows:
+        run = RunDir(folder / row.sample)
+        if row.fate == "predicted" and path_exists(run.record):
+            runs[row.sample] = run
+    return runs
+
+
+def _link_to_page(sample: str, runs: Mapping[str, RunDir], folder: Path) -> Link | str:
+    """Return the name of a sample, with a link to its page if it has a run.
+
+    Args:
+        sample: The name of the sample.
+        runs: The runs by the names of their samples.
+        folder: The folder of the page with the link.
+    """
+    if sample not in runs:
+        return sample
+    page = os.path.relpath(runs[sample].root / PAGE, folder)
+    # "./" before it: a browser would take a name such as `data:x` for an address of its own.
+    return Link(sample, f"./{quote(page)}")
+
+
+def _flags_in_words(flags: str) -> str:
+    """Return the remarks on the reads of a sample in words.
+
+    Args:
+        flags: The remarks as in `samples.tsv`, `name=count` joined by commas.
+
+    >>> _flags_in_words("short_for_model=9698,skipped=2")
+    '9,698 too short for the classifier; 2 broken records left out'
+    """
+    parts = []
+    for flag in filter(None, flags.split(",")):
+        name, _, count = flag.partition("=")
+        words = SAMPLE_FLAGS.get(name, name)
+        parts.append(f"{int(count):,} {words}" if count.isdecimal() else words)
+    return "; ".join(parts)
+
+
+def _samples_facts(record: RunRecord, summary: RunSummary) -> dict[str, str]:
+    """Return how the results of several samples were made, by name, without their files.
+
+    Args:
+        record: The newest record of a sample.
+        summary: The sum of all samples.
+    """
+    command = record.attempts[-1].command if record.attempts else ()
+    without_files = record.model_copy(update={"inputs": ()})
+    facts = _origin_facts(command, without_files, summary.origins, summary.threshold)
+    return facts | _version_facts(record.virnuc_version, record)
+
+
+def _origin_section(facts: Mapping[str, str]) -> Section:
+    """Return the section on how the results were made.
+
+    Args:
+        facts: What to say, by name.
+    """
+    rows: list[Row] = [{"What": name, "Value": value} for name, value in facts.items()]
+    return Section("How it was made", tables=[Table(rows)])
 
 
 def _write(folder: Path, page: SummaryPage) -> Path:
@@ -373,8 +479,12 @@ def _verdict_section(answer: Answer, pairs: dict[str, int]) -> Section:
     counts["all reads"] = answer.reads
     tables = [Table(_share_rows(counts, answer.reads))]
     if answer.pairs:
-        tables.append(Table(_share_rows(_pair_counts(pairs), answer.pairs), "Pairs"))
+        pair_counts = _pair_counts(pairs)
+        pair_counts["all pairs"] = answer.pairs
+        tables.append(Table(_share_rows(pair_counts, answer.pairs), "Pairs"))
     sentences = ["A read without a verdict is unknown. It does not count as not viral."]
+    if answer.pairs:
+        sentences.insert(0, PAIRS_NOTE)
     if UNJUDGED_REASONS["no_open_frame"] in answer.why_without_verdict:
         sentences.append(NO_FRAME_NOTE)
     return Section("Verdicts", sentences=sentences, tables=tables)
@@ -444,7 +554,8 @@ def _origin_facts(
         facts[f"reads: {file.file}"] = f"{file.reads:,} reads"
     for part, origin in origins.items():
         facts[f"weights of {PART_TITLES.get(part, part)}"] = origin
-    facts["threshold"] = f"{threshold}"
+    if threshold is not None:
+        facts["threshold"] = f"{threshold}"
     return facts
 
 
@@ -459,8 +570,9 @@ def _citation_section(version: str | None) -> Section:
     Args:
         version: The version of virnuc that made the results; None if it is not known.
     """
-    program = f"virnuc {version or ''}".rstrip()
-    own_line = f"{program}: CITATION.cff in its repository says how"
+    own_line = f"{OWN_TITLE}. {OWN_AUTHORS}"
+    if version:
+        own_line += f", version {version}"
     return Section("What to cite", sentences=(*CITATIONS, own_line))
 
 

@@ -4,7 +4,7 @@ No number is rounded across its target: 89.96 % never reads 90 %.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from virnuc_core.markdown import Markdown, escape_markdown
 from virnuc_core.profiles import Target
@@ -21,6 +21,23 @@ class Number(str):
     """A number as text. A column of numbers is aligned to the right."""
 
     __slots__ = ()
+
+
+class Link(str):
+    """A text that leads to another page. Forms without links show the text alone.
+
+    Attributes:
+        address: The address of the page, relative to the one with the link.
+    """
+
+    __slots__ = ("address",)
+    address: str
+
+    def __new__(cls, text: str, address: str) -> Self:
+        """Return the text with its address."""
+        link = super().__new__(cls, text)
+        link.address = address
+        return link
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,7 @@ class Mark:
         return f"[{self.label}]"
 
 
-Cell = str | int | float | Mark | None  # `Number` is a `str`; `None` was not measured
+Cell = str | int | float | Mark | None  # `Number` and `Link` are `str`; `None` was not measured
 
 
 def cell(value: object) -> str:

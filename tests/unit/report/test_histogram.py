@@ -73,6 +73,17 @@ def test_ticks_are_round_numbers_within_the_axis(
     assert ticks(low, high) == expected
 
 
+@pytest.mark.parametrize("low", [0, 99, 150, 12_345])
+@pytest.mark.parametrize("width", [1, 2, 12, 13, 21, 60, 1000])
+def test_lengths_have_whole_numbers_at_their_ticks(low: int, width: int) -> None:
+    counts = [1] * 3
+    edges = [low, low + width, low + 2 * width, low + 3 * width]
+    texts = texts_of(draw_histogram(edges, counts, "length", "reads", is_whole=True))
+    numbers = [text for text in texts if text[0].isdigit()]
+    assert len(numbers) >= 4
+    assert all(number.replace(",", "").isdigit() for number in numbers)
+
+
 def test_large_lengths_keep_all_their_digits() -> None:
     texts = texts_of(draw_histogram([1_000_000, 1_000_025, 1_000_050], [1, 2], "length", "reads"))
     assert "1,000,010" in texts

@@ -6,11 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from virnuc_core.answer import RANDOM_NOTE
 from virnuc_core.reads.samples import SampleRow, add_summaries
 from virnuc_core.report.summary_page import (
+    OWN_AUTHORS,
+    OWN_TITLE,
     PAGE,
+    PAIRS_NOTE,
     TEXT_PAGE,
     _pair_counts,
     write_samples_page,
@@ -20,6 +24,7 @@ from virnuc_core.results import READS_HEADER
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, RunRecord, RunSummary, digest, write
 
+ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "<script>alert(1)</script>[x](http://a.b)"
 READS = (
     f"{HOSTILE}\t5200\t11\t40\tviral\t0.99\tvirus\t\n"
@@ -61,7 +66,7 @@ def test_the_page_answers_the_questions_of_a_reader(
     assert "short_for_model: shorter than half" in text
     assert "stop codon in each" in text
     assert "weights of ESM-2" in text
-    assert "virnuc 0.1.0: CITATION.cff" in text
+    assert "The virnuc authors, version 0.1.0" in text
     assert "no verdict: no open reading frame 1 25.0 %" in text
     assert "does not count as not viral" in text
     assert RANDOM_NOTE in text
@@ -123,6 +128,51 @@ def test_the_page_of_samples_has_a_row_for_each(
     assert "25.00 %" in text
     assert "<script" not in page + (folder / TEXT_PAGE).read_text()
     assert (folder / PAGE).exists()
+
+
+def test_the_page_of_samples_leads_to_the_page_of_each(
+    finished: tuple[RunDir, RunSummary], tmp_path: Path
+) -> None:
+    run, summary = finished
+    name = "javascript:alert(1) & more"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "run.json").write_bytes(run.record.read_bytes())
+    flags = "short_for_model=9698,ambiguous=32"
+    rows = [
+        SampleRow(sample=name, fate="predicted", reads=4, scored=3, viral=1, flags=flags),
+        SampleRow(sample="broken", fate="failed", note="no such file"),
+    ]
+    exported = tmp_path / "export"
+    exported.mkdir()
+    total = add_summaries([summary])
+    pages = {
+        "./": write_samples_page(tmp_path, "swabs", rows, total),
+        "./../": write_samples_page(exported, "swabs", rows, total, samples_folder=tmp_path),
+    }
+    for start, page in pages.items():
+        text = page.read_text()
+        (address,) = re.findall(r"href=\"([^\"]*)", text)
+        assert address == f"{start}javascript%3Aalert%281%29%20%26%20more/summary.html"
+        assert "9,698 too short for the classifier; 32 with letters other than" in text
+        assert "virnuc predict" in text
+        assert "· made" in text
+
+
+def test_the_citation_is_that_of_the_repository() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["title"] == OWN_TITLE
+    assert [author["name"] for author in citation["authors"]] == [OWN_AUTHORS]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    words = " ".join(readme.split())
+    assert f"{OWN_TITLE}. {OWN_AUTHORS}, version {citation['version']}" in words
+
+
+def test_the_page_of_pairs_says_what_to_report(finished: tuple[RunDir, RunSummary]) -> None:
+    run, summary = finished
+    of_pairs = summary.model_copy(update={"pairs": {"viral": 1, "others": 1}})
+    markdown = write_summary_pages(run, "swab", of_pairs).with_suffix(".md").read_text()
+    assert PAIRS_NOTE in markdown
+    assert "all pairs" in markdown
 
 
 def test_the_page_of_samples_names_those_that_are_in_no_figure(
