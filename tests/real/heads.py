@@ -366,7 +366,7 @@ def extrapolate(values: Floats, times: float) -> Floats:
         errors = ((values - limits - slopes * curve[:, None]) ** 2).sum(axis=0)
         is_better = errors < best_errors
         best_errors[is_better] = errors[is_better]
-        predictions = limits - slopes * times**-exponent
+        predictions = np.minimum(limits - slopes * times**-exponent, 1)
         extrapolated[is_better] = predictions[is_better]
     return extrapolated
 
