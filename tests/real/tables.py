@@ -22,6 +22,7 @@ TABLES: Final = {
     "kinds": "balancing.md",
     "familiarity": "familiarity.md",
     "heads": "heads.md",
+    "thresholds": "thresholds.md",
     "accuracy": "accuracy.md",
 }
 DONE: Final = "done"  # an empty file beside a table that is complete
