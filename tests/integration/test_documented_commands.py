@@ -264,8 +264,6 @@ def test_every_block_without_commands_is_code_or_output() -> None:
 
 # How blocks begin that show output, or a part of a file.
 OUTPUTS = (
-    "10:43:15  runs of yours",
-    "[Service]",
     "sample,fastq_1,fastq_2",  # a sample sheet
     "UNFAMILIAR SAMPLE",  # the last line of a run
     "0 of 200 reads are viral",

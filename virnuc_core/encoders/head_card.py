@@ -86,13 +86,14 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
         raise ConfigError(_refusal(card, fdr))
     if not card.thresholds:
         raise ConfigError(
-            f"fdr {fdr:g}: the head's card has no threshold for any false discovery rate, because "
-            "no score in its test kept one; use --threshold instead"
+            f"fdr {fdr:g}: this classifier has no threshold for any false discovery rate, because "
+            "its test was too small or its errors too many; use --threshold instead, or train it "
+            "with more genomes"
         )
     if fdr not in card.thresholds:
         known_rates = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds))
         raise ConfigError(
-            f"fdr {fdr:g}: the head's card has no threshold for it; it has those for {known_rates}"
+            f"fdr {fdr:g}: this classifier has no threshold for this rate; use one of {known_rates}"
         )
     return card.thresholds[fdr]
 

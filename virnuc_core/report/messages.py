@@ -242,6 +242,8 @@ def training_message(training: TrainFile) -> str:
         if figures.level == "read" and figures.is_natural and figures.method == "head":
             auroc = figures.metrics["auroc"]
             test_set = figures.test_set
+            if test_set.endswith(" bases"):
+                test_set = f"fragments of {test_set}"  # of the test genomes, with another length
             scores.append(f"{auroc} in {test_set} ({figures.clusters} clusters)")
     message = f"AUROC of reads: {', '.join(scores)}"
     if min(training.clusters["test"].values()) < MIN_CLUSTERS:

@@ -41,7 +41,7 @@ def test_the_card_gives_what_is_asked_and_nothing_else(
     [
         (BARE, {"fdr": 0.01}, "fdr, abstain: the head has no card"),
         (BARE, {"abstain": True}, "abstain: the head has no card"),
-        (HEAD, {"fdr": 0.02}, r"fdr 0\.02: .* no threshold for it; it has those for 0\.01, 0\.1"),
+        (HEAD, {"fdr": 0.02}, r"fdr 0\.02: .* no threshold for this rate; use one of 0\.01, 0\.1"),
         (
             HEAD,
             {"fdr": 0.05},

@@ -248,6 +248,6 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
     assert unsure.telemetry == summary.telemetry, "nothing was computed anew"
     assert classify_store(root, staged, models, ONE, threshold=0.7).fates == summary.fates
     assert contents(root) == plain
-    with pytest.raises(ConfigError, match=r"has those for 0\.01"):
+    with pytest.raises(ConfigError, match=r"use one of 0\.01"):
         classify_store(root, staged, models, ONE, fdr=0.05)
     assert contents(root) == plain
