@@ -129,8 +129,11 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
         InputError: A file cannot be read, or none holds reads.
     """
 
+    from virnuc_core.reads.mate_files import refuse_one_file_as_both_mates
+
     if not isinstance(settings, RunSettings) or getattr(settings, "has_samples", False):
         return 0
+    refuse_one_file_as_both_mates(settings)
     local = tuple(name for name in settings.all_inputs if not is_remote(name))
     if not local:
         return 0

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -521,6 +522,11 @@ def explain(
         field = model.model_fields.get(place)
         if item["type"] == "string_pattern_mismatch" and field is not None:
             problem = f"unknown form; {field.description}"
+        if item["type"] == "extra_forbidden" and model.model_fields:
+            problem = "there is no such setting"
+            similar_names = get_close_matches(place, model.model_fields, n=1)
+            if similar_names:
+                problem += f", did you mean {similar_names[0]}?"
         fault = f"{place or 'settings'}: {problem}"
         if show_values:
             value = repr(item.get("input"))

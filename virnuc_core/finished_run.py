@@ -7,6 +7,7 @@ directory when it is asked for.
 import csv
 import html
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from virnuc_core import pipeline
 from virnuc_core.checked_files import PAGE_DIGEST, open_checked
 from virnuc_core.config import RunSpec, explain
 from virnuc_core.engine import shards
-from virnuc_core.errors import ConfigError, missing_package_error
+from virnuc_core.errors import ConfigError, VirnucError, missing_package_error
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import FRAMES
 from virnuc_core.rundir import RunDir
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 SUMMARY_PAGE: Final = "summary.html"
+MATE_OPTIONS: Final = {"-1": "mates_1", "-2": "mates_2"}
+OPTION: Final = re.compile(r"(?<!\S)(--[a-z][a-z-]*[a-z]|-[12])(?![\w./-])")  # in a message
 PAGE_HEIGHT: Final = 640  # pixels of the summary page in a notebook
 # Columns of the tables that are numbers. All others are text.
 COUNT_COLUMNS: Final = ("length", "chunks", "open_frames")
@@ -248,10 +251,38 @@ def predict(
             models=Path(models),
             **settings,
         )
+        pipeline.predict(spec)
     except ValidationError as error:
         raise ConfigError(explain(error, show_values=True, model=RunSpec)) from error
-    pipeline.predict(spec)
+    except VirnucError as error:
+        error.args = (_name_arguments(str(error)), *error.args[1:])
+        raise
     return Run(spec.out)
+
+
+def _name_arguments(message: str) -> str:
+    """Return a message with the names of Python's arguments in place of options of the command.
+
+    `--force` becomes `force=True`, `--no-pairs` `pairs=False`, `--fdr` `fdr`, and `-1` `mates_1`.
+
+    Args:
+        message: The message of an error, as the command line shows it.
+    """
+
+    def argument(match: re.Match[str]) -> str:
+        option = match[0]
+        if option in MATE_OPTIONS:
+            return MATE_OPTIONS[option]
+        name = option.removeprefix("--").replace("-", "_")
+        denied_name = name.removeprefix("no_")
+        field = RunSpec.model_fields.get(name)
+        if field is not None:
+            return f"{name}=True" if field.annotation is bool else name
+        if denied_name in RunSpec.model_fields:
+            return f"{denied_name}=False"
+        return option
+
+    return OPTION.sub(argument, message)
 
 
 def _read_table(path: Path) -> pd.DataFrame:

@@ -53,6 +53,7 @@ from virnuc_core.errors import (
 )
 from virnuc_core.input_names import is_remote
 from virnuc_core.lease import require_lease
+from virnuc_core.reads.mate_files import refuse_one_file_as_both_mates
 from virnuc_core.reads.sources import local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -154,6 +155,7 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
     # The signature of a signed address is a secret, and the settings are written to run.json.
     redacted = {name: tuple(map(redact_url, getattr(spec, name))) for name in INPUT_FIELDS}
     spec = spec.model_copy(update=redacted)
+    refuse_one_file_as_both_mates(spec)
     check_output(spec.out, models=spec.models, reads=local_files(spec.all_inputs), force=spec.force)
     with ExitStack() as resources:
         resources.enter_context(run_lock(run.root))
@@ -526,6 +528,8 @@ def prepare(
     fingerprints = {"reads": store.fingerprint, **_model_digests(run, spec, engine.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
+        if path_exists(run.record):
+            log.warning("%s: the earlier run in this directory is removed, as you asked", run.root)
         # Removing fails if any file cannot be removed. Otherwise an old file could later be
         # mistaken for a file of the new run.
         discard(run.root, *RUN_FILES)
@@ -561,6 +565,14 @@ def prepare(
             "again; leave out --disable-checkpointing, or start over with --force"
         )
     is_complete = not found.todo and path_exists(run.record) and path_exists(run.summary)
+    n_committed = len(plan) - len(found.todo)
+    if not is_complete and n_committed:
+        log.info(
+            "%s: continues the run that was begun here; %d of %d shards are there",
+            run.root,
+            n_committed,
+            len(plan),
+        )
     if not is_complete:
         # The record lists this start as a new attempt. A start that only finds a complete run is
         # not an attempt, and changes no file.

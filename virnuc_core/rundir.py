@@ -686,6 +686,8 @@ def run_lock(root: Path) -> Iterator[None]:
         with ExitStack() as resources:
             resources.enter_context(output_directory(root))
             is_new_marker = _take_directory(root, resources)
+            if is_new_marker and not is_new_directory:
+                _warn_of_other_files(root)
             # Nested calls, and `is_ours`, see that this process holds the directory.
             _held.set(_held.get() | {real_root})
             resources.callback(lambda: _held.set(_held.get() - {real_root}))
@@ -707,6 +709,18 @@ def run_lock(root: Path) -> Iterator[None]:
         with suppress(OSError):
             if may_be_removed and not marker.exists():
                 root.rmdir()
+
+
+def _warn_of_other_files(root: Path) -> None:
+    """Log a warning if an output directory that is new to us holds files or folders of others."""
+    names = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    if names:
+        log.warning(
+            "%s: holds other files (%s), and the results are written beside them; a directory of "
+            "their own keeps them apart",
+            root,
+            join_first(names),
+        )
 
 
 def _is_certainly_unused(root: Path) -> bool:

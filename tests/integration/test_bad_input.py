@@ -116,6 +116,17 @@ def test_reads_that_cannot_be_used(
     assert not out_dir.exists()
 
 
+def test_one_file_as_both_mates_is_refused_with_the_file_that_may_be_meant(
+    tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    first = write_file(tmp_path, "a_R1.fq", b"@r\nA\n+\nI\n")
+    second = write_file(tmp_path, "a_R2.fq", b"@r\nA\n+\nI\n")
+    words = ["predict", "-1", first, "-2", first, "-o", tmp_path / "out", "--models", models]
+    assert virnuc.refuses(2, *words) == (
+        f"virnuc: -1 and -2 name the same file, {first}; -2 takes the second mates (is it {second}?)"
+    )
+
+
 def test_a_sheet_whose_files_are_not_there_is_refused_by_its_line(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:

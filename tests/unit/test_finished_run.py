@@ -15,7 +15,8 @@ import virnuc
 from virnuc_core.checked_files import with_page_digest
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.errors import ConfigError, DamagedFileError
+from virnuc_core.errors import ConfigError, DamagedFileError, InputError, RunMismatchError
+from virnuc_core.finished_run import _name_arguments
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=1024, heartbeat_s=0.2)
@@ -104,6 +105,36 @@ def test_what_is_no_finished_run_or_no_setting_is_named(folder: Path) -> None:
         virnuc.open_run(folder)
     with pytest.raises(ConfigError, match="treshold"):
         virnuc.predict("reads.fastq", out=folder / "x", models=folder / "models", treshold=0.9)
+
+
+def test_messages_name_arguments_of_python(run: virnuc.Run, folder: Path, tmp_path: Path) -> None:
+    def predict(reads: object, **settings: object) -> None:
+        out = settings.pop("out", tmp_path / "out")
+        virnuc.predict(reads, out=out, models=folder / "models", devices="cpu:1", **settings)
+
+    first, second = (str(folder / "pairs" / f"sample_R{mate}.fastq") for mate in "12")
+    with pytest.raises(ConfigError) as error_info:
+        predict(first, treshold=0.9)
+    assert str(error_info.value) == (
+        "treshold: there is no such setting, did you mean threshold? (given 0.9)"
+    )
+    with pytest.raises(ConfigError, match=r"^mates_1 names 1 files, mates_2 0; name both of each"):
+        predict((), mates_1=(first,))
+    with pytest.raises(InputError) as input_error:
+        predict((), mates_1=(first,), mates_2=(first,))
+    assert str(input_error.value) == (
+        f"mates_1 and mates_2 name the same file, {first}; "
+        f"mates_2 takes the second mates (is it {second}?)"
+    )
+    with pytest.raises(RunMismatchError, match=r"choose another directory or force=True$"):
+        predict(folder / "reads.fastq", out=run.folder, engine=ENGINE)
+
+
+def test_options_that_are_part_of_a_name_stay() -> None:
+    message = "a--force, b-1, -1, --no-pairs; --fdr and --abstain, --head; -12"
+    assert _name_arguments(message) == (
+        "a--force, b-1, mates_1, pairs=False; fdr and abstain=True, --head; -12"
+    )
 
 
 def test_anndata_has_frames_with_their_reads(run: virnuc.Run) -> None:

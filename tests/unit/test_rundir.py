@@ -51,6 +51,22 @@ def put(root: Path, *names: str) -> dict[str, str]:
     return contents(root)
 
 
+def test_a_folder_with_other_files_is_used_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "docs"
+    put(root, "a.md", "img/b.png", ".hidden")
+    for name in ("reads.tsv", "pairs.tsv"):
+        with run_lock(root):
+            write_text_atomically(root / name, "ours\n")
+    with run_lock(tmp_path / "new"):
+        write_text_atomically(tmp_path / "new" / "reads.tsv", "ours\n")
+    assert [record.message for record in caplog.records] == [
+        f"{root}: holds other files (a.md, img), and the results are written beside them; "
+        "a directory of their own keeps them apart"
+    ]
+
+
 def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and_processes(
     tmp_path: Path,
 ) -> None:

@@ -70,12 +70,16 @@ def _describe_sample(sample: InspectedSample) -> Iterator[str]:
     for first, second in sample.pairs:
         if first == second:
             yield f"  pairs in one file: {_describe_file(files[first])}"
+            yield from _describe_problem(files[first])
         else:
             yield f"  pair: {_describe_file(files[first])}"
             yield f"   and: {_describe_file(files[second])}"
+            yield from _describe_problem(files[first])
+            yield from _describe_problem(files[second])
     for file in sample.files:
         if file.file not in in_pairs:
             yield f"  single reads: {_describe_file(file)}"
+            yield from _describe_problem(file)
     for name, reason in sample.ignored.items():
         yield f"  left out: {name}: {reason}"
     if sample.problem:
@@ -83,7 +87,7 @@ def _describe_sample(sample: InspectedSample) -> Iterator[str]:
 
 
 def _describe_file(file: InspectedFile) -> str:
-    """Return a file with its number of reads, its size and its problem."""
+    """Return a file with its number of reads and its size."""
     parts = [f"{file.file}: {_count(file.reads, is_exact=file.is_complete)} reads"]
     if file.problem:
         parts = [file.file]
@@ -93,9 +97,16 @@ def _describe_file(file: InspectedFile) -> str:
         parts.append(format_bytes(file.size))
     if file.skipped:
         parts.append(f"{file.skipped:,} broken records left out")
-    if file.problem:
-        parts.append(f"PROBLEM: {file.problem}")
     return ", ".join(parts)
+
+
+def _describe_problem(file: InspectedFile) -> Iterator[str]:
+    """Yield the problem of a file in lines of its own, a line for each part of it."""
+    if file.problem:
+        problem, *hints = file.problem.split("; ")
+        yield f"    PROBLEM: {problem}"
+        for hint in hints:
+            yield f"      {hint}"
 
 
 def _count(number: int | None, *, is_exact: bool) -> str:

@@ -28,6 +28,7 @@ from virnuc_core.reads.sources import (
     identify_file,
     sample_name,
 )
+from virnuc_core.system_errors import target_exists
 
 UNGROUPED_BAM_WARNING: Final = (
     "%s: mates do not follow each other, so each read is judged by itself; "
@@ -56,7 +57,7 @@ def find_reads(spec: ReadsSpec) -> Inputs:
         InputError: See `find_inputs`.
         UnreadableError: The system cannot read a folder or file.
     """
-    _refuse_one_file_as_both_mates(spec)
+    refuse_one_file_as_both_mates(spec)
     inputs = find_inputs(spec.all_inputs)
     # A single file of FASTA or FASTQ holds no pairs, unless the user says that mates alternate.
     is_one_plain_file = (
@@ -71,10 +72,11 @@ def find_reads(spec: ReadsSpec) -> Inputs:
     return detect_pairs(spec, inputs)
 
 
-def _refuse_one_file_as_both_mates(spec: ReadsSpec) -> None:
+def refuse_one_file_as_both_mates(spec: ReadsSpec) -> None:
     """Raise an `InputError` if the same file is named as the first and as the second mates."""
     for first, second in zip(spec.mates_1, spec.mates_2, strict=True):
-        if identify_file(first) == identify_file(second):
+        is_there = is_remote(first) or target_exists(Path(first))  # else it is reported as missing
+        if is_there and identify_file(first) == identify_file(second):
             raise InputError(
                 f"-1 and -2 name the same file, {first}; {describe_missing_mate(first, '-1', '-2')}"
             )

@@ -27,8 +27,14 @@ from virnuc_core.input_names import STDIN, is_address, is_remote
 from virnuc_core.reads.file_names import ENDINGS, cut_endings, name_of_pair
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
-from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_with_retries
+from virnuc_core.system_errors import (
+    PERMISSION_ERRORS,
+    REFUSED_ERRORS,
+    read_with_retries,
+    target_exists,
+)
 
+MAX_PATH_WORDS: Final = 6  # of a path with blanks that was not quoted
 MAX_NAME: Final = 60  # letters of a sample name that is derived from a file name
 REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")  # see `redact_url`
 full_urls: dict[str, str] = {}  # the addresses of this process, by their redacted forms
@@ -247,11 +253,34 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
                 files.append(name)
         except (FileNotFoundError, NotADirectoryError) as error:
             hint = "check the path"
+            whole_path = _find_unquoted_path(name, reads)
+            if whole_path:
+                hint = f'put quotes around a path with blanks: "{whole_path}"'
             raise InputError("no such file or folder", file=path, hint=hint) from error
         except OSError as error:
             raise _unreadable_error(name, error) from error
     _refuse_repeated_files(files)
     return Inputs(tuple(files), tuple(ignored), left_out=left_out)
+
+
+def _find_unquoted_path(name: str, reads: Sequence[str]) -> str:
+    """Return the existing path with blanks of which a shell made several inputs; empty if none.
+
+    Args:
+        name: The input that does not exist.
+        reads: All inputs in their order, this one included.
+    """
+    candidates = []
+    for start in range(len(reads)):
+        for end in range(start + 2, min(len(reads), start + MAX_PATH_WORDS) + 1):
+            candidates.append(reads[start:end])
+    # Of `-1 my R1.fq -2 my R2.fq`, only the first word of each path is a file of mates.
+    candidates += [(name, other) for other in reads]
+    for words in candidates:
+        path = " ".join(words)
+        if name in words and target_exists(Path(path)):
+            return path
+    return ""
 
 
 def _list_folder(folder: Path) -> Inputs:

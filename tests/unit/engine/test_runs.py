@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import shutil
 import signal
@@ -370,6 +371,27 @@ def test_the_plan_does_not_depend_on_the_devices(
     ]
     assert jobs[0].plan == jobs[1].plan
     assert shards.read_plan(RunDir(tmp_path / "cpu:1")) == jobs[0].plan
+
+
+def test_a_start_says_that_it_continues_or_removes_the_run_in_its_directory(
+    tmp_path: Path,
+    staged: tuple[Path, StageSummary],
+    tiny_models: Path,
+    reference: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "virnuc_core.pipeline")
+    run = RunDir(Path(shutil.copytree(reference, tmp_path / "run")))
+    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=SMALL)
+    n_shards = len(shards.read_plan(run))
+    run.summary.unlink()
+    shards.shard_path(run, n_shards - 1).unlink()
+    prepare(run, staged[0], spec)
+    prepare(run, staged[0], spec.model_copy(update={"force": True}))
+    there = f"{n_shards - 1} of {n_shards} shards are there"
+    lines = [record.message for record in caplog.records]
+    assert f"{run.root}: continues the run that was begun here; {there}" in lines
+    assert lines[-1] == f"{run.root}: the earlier run in this directory is removed, as you asked"
 
 
 def test_other_reads_never_replace_the_store_of_a_run(

@@ -439,6 +439,12 @@ def test_mates_out_of_step_are_a_problem_of_that_pair_alone(tmp_path: Path) -> N
     inspection = inspect_reads(InspectSpec(reads=(str(tmp_path),), stage_workers=1))
     (problem,) = inspection.problems
     assert "bad_R1.fq:81: read 'r20': has no mate" in problem
+    lines = describe(inspection)
+    (start,) = (number for number, line in enumerate(lines) if "PROBLEM: " in line)
+    assert lines[start].startswith("    PROBLEM: ")
+    shown = [line.strip().removeprefix("PROBLEM: ") for line in lines[start:]]
+    n_parts = problem.count("; ") + 1
+    assert problem.endswith("; ".join(shown[:n_parts]))
     assert files_of(inspection)["good_R2.fq"].reads == 40
     spec = InspectSpec(reads=(str(tmp_path),), on_error="skip", stage_workers=1)
     require_same_as_staging(spec, tmp_path / "out")

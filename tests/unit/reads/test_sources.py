@@ -18,8 +18,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads import sources
+from virnuc_core.reads.mate_files import find_reads
 from virnuc_core.reads.sources import Source, find_inputs
 
 from .conftest import WriteReads
@@ -244,3 +246,24 @@ def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it where the shell said <&-
     with pytest.raises(InputError, match="standard input is closed"), Source.open("-"):
         """Not reached."""
+
+
+def test_a_path_with_blanks_that_was_not_quoted_is_recognised(tmp_path: Path) -> None:
+    path = tmp_path / "my first sample.fq"
+    path.write_text("@r\nA\n+\nI\n")
+    words = tuple(str(path).split())
+    hint = f'put quotes around a path with blanks: "{path}"'
+    with pytest.raises(InputError) as error_info:
+        find_inputs(words)
+    assert str(error_info.value) == f"{tmp_path}/my: no such file or folder; {hint}"
+    assert error_info.value.exit_code == 2
+    with pytest.raises(InputError, match=r"my: no such file or folder; check the path$"):
+        find_inputs(words[:2])
+
+
+def test_a_path_of_mates_with_blanks_is_recognised(tmp_path: Path) -> None:
+    """The shell divides the path: the first word is a file of mates, and the other one is reads."""
+    (tmp_path / "my R1.fq").write_text("@r\nA\n+\nI\n")
+    spec = ReadsSpec(mates_1=(f"{tmp_path}/my",), mates_2=(f"{tmp_path}/my",), reads=("R1.fq",))
+    with pytest.raises(InputError, match=r'blanks: ".*/my R1\.fq"$'):
+        find_reads(spec)
