@@ -713,7 +713,8 @@ def run_lock(root: Path) -> Iterator[None]:
 
 def _warn_of_other_files(root: Path) -> None:
     """Log a warning if an output directory that is new to us holds files or folders of others."""
-    names = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    entries = read_with_retries(root, lambda: list(root.iterdir()))
+    names = sorted(path.name for path in entries if not path.name.startswith("."))
     if names:
         log.warning(
             "%s: holds other files (%s), and the results are written beside them; a directory of "

@@ -343,11 +343,13 @@ def part_folder(models: Path, part: str) -> Path:
     """
     if not is_folder(models):
         raise WeightsError(
-            f"models directory {models}: no such directory; make one with virnuc models"
+            f"models directory {models}: no such directory; make one with virnuc models fetch "
+            f"{models} --head 300_model.pth, or to try things out with virnuc models init-random "
+            f"{models}"
         )
     if not is_folder(models / part):
         needed_folders = ", ".join(f"{name}/" for name in PARTS)
-        way_out = ""
+        way_out = "; virnuc models fetch or virnuc models convert makes them"
         if part == HEAD:
             way_out = (
                 "; virnuc models use-head puts one back, virnuc train --model-length makes one"

@@ -180,8 +180,11 @@ def load_all(models: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (shutil.rmtree, "no such directory"),
-        (lambda m: shutil.rmtree(m / "esm2"), r"no esm2/ in it"),
+        (
+            shutil.rmtree,
+            r"no such directory; make one with virnuc models fetch \S+ --head 300_model",
+        ),
+        (lambda m: shutil.rmtree(m / "esm2"), r"no esm2/ in it; .* convert makes them"),
         (lambda m: shutil.rmtree(m / "dnabert_s"), r"no dnabert_s/ in it"),
         (lambda m: shutil.rmtree(m / "head"), r"no head/ in it"),
         (remove("esm2", "config.json"), r"esm2/config\.json: cannot be read"),
