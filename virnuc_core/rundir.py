@@ -966,19 +966,23 @@ class DeviceRequests:
             self._socket.close()
             raise DeviceError(f"another server of workers holds {device}") from error
 
-    def answer(self, *, is_free: bool) -> bool:
-        """Answer all requests that have come, and return whether there were any.
+    def take(self) -> list[socket.socket]:
+        """Return the connections of all requests that have come. Each must be answered."""
+        clients = []
+        with suppress(OSError):  # no further request
+            while True:
+                client, _ = self._socket.accept()
+                clients.append(client)
+        return clients
+
+    def answer(self, clients: Iterable[socket.socket], *, is_free: bool) -> None:
+        """Answer requests.
 
         Args:
+            clients: What `take` has returned. The connections are closed.
             is_free: The device is given back now. If false, a run computes there.
         """
-        has_request = False
-        while True:
-            try:
-                client, _ = self._socket.accept()
-            except OSError:  # no further request
-                return has_request
-            has_request = True
+        for client in clients:
             with client, suppress(OSError):
                 client.send(_PROMISED if is_free else _REFUSED)
 

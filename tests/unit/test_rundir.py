@@ -485,7 +485,7 @@ def test_a_promise_to_give_a_device_back_that_is_not_kept_holds_nobody_up_for_ev
     def promise() -> None:
         """Promise the device to everybody who asks, and keep it."""
         while not stopped.wait(0.01):
-            requests.answer(is_free=True)
+            requests.answer(requests.take(), is_free=True)
 
     liar = threading.Thread(target=promise)
     liar.start()
@@ -502,6 +502,6 @@ def test_one_server_alone_receives_the_requests_for_a_device() -> None:
     requests = DeviceRequests(device)
     with pytest.raises(DeviceError, match="another server"):
         DeviceRequests(device)
-    assert not requests.answer(is_free=True)
+    assert not requests.take()
     requests.close()
     DeviceRequests(device).close()

@@ -204,12 +204,16 @@ class WorkerServer:
     def _give_up_unused(self) -> None:
         """End workers that nobody has borrowed for long, or whose GPU another process wants."""
         for held in self._held_workers():
+            # Requests are taken first. One that came after a run had returned the worker must not
+            # be refused because the worker was lent a moment before.
+            clients = [] if held.requests is None else held.requests.take()
             # A reserved worker cannot be lent meanwhile, so a promise to give it back is kept.
             is_reserved = held.lend()
-            is_wanted = held.requests is not None and held.requests.answer(is_free=is_reserved)
+            if held.requests is not None:
+                held.requests.answer(clients, is_free=is_reserved)
             if not is_reserved:
                 continue
-            if is_wanted:
+            if clients:
                 self._end(held, "another process asks for the device")
             elif time.monotonic() - held.returned_s > self._idle_s:
                 self._end(held, "no run has used it for long")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,10 +37,10 @@ from virnuc_core.engine.process import (
     WorkerSpec,
 )
 from virnuc_core.engine.shards import Computed, ShardTask
-from virnuc_core.engine.worker_server import WorkerServer
+from virnuc_core.engine.worker_server import HeldWorker, WorkerServer
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.private_socket import PrivateListener, connect
-from virnuc_core.rundir import device_holder, lock_device
+from virnuc_core.rundir import DeviceRequests, ask_for_device, device_holder, lock_device
 from virnuc_core.runfiles import Device
 
 PATIENCE_S = 60.0
@@ -293,6 +295,35 @@ def test_a_gpu_is_given_back_when_another_process_asks_but_not_while_a_run_compu
     second, inbox = server.get(device=gpu)
     compute(second, inbox)
     second.end()
+
+
+def test_a_request_that_comes_just_after_a_run_has_returned_the_worker_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Device(id=f"GPU-returned-{os.getpid()}", kind="cuda", name="none")
+    ended = threading.Event()
+    child = SimpleNamespace(device=gpu.id, end=lambda _: ended.set())
+    held = HeldWorker(child, DIGESTS, DeviceRequests(gpu.local))  # type: ignore[arg-type]
+    answers: queue.Queue[bool] = queue.Queue()
+    lend = HeldWorker.lend
+
+    def lend_then_return(worker: HeldWorker) -> bool:
+        """Find the worker lent. Then its run returns it, and another process asks for the GPU."""
+        is_reserved = lend(worker)
+        if not is_reserved:
+            worker.is_lent = False
+            threading.Thread(target=lambda: answers.put(ask_for_device(gpu.local))).start()
+            wait_until(lambda: bool(select.select([worker.requests._socket], [], [], 0)[0]))
+        return is_reserved
+
+    monkeypatch.setattr(HeldWorker, "lend", lend_then_return)
+    with closing(PrivateListener(tmp_path / "serve")) as listener:
+        server = WorkerServer(listener, idle_s=600.0)
+        server._held[gpu.id] = held
+        server._give_up_unused()
+        server._give_up_unused()
+    assert answers.get(timeout=PATIENCE_S)
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize("name", ["version", "program", "umask", "cores", "CUDA_VISIBLE_DEVICES"])
