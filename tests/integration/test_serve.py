@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +145,9 @@ def test_a_killed_run_leaves_no_worker_in_its_folder_and_can_be_resumed(
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
             (worker,) = running_with(WORKER, family_of(server.pid))
+            # A stopped worker cannot finish. In this time its run has sent it the next task.
+            worker.send_signal(signal.SIGSTOP)
+            time.sleep(1.0)
             run.kill()
             run.wait(PATIENCE_S)
             wait_for(lambda: gone([worker]), "the worker to end")
