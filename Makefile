@@ -23,7 +23,7 @@ help:
 	@echo "make check     format, lint, types, quick tests     make lines      size and structure of the source"
 	@echo "make audit     known vulnerabilities of the versions make requirements  the same versions, with hashes"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
-	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 10 minutes"
+	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 4 minutes"
 	@echo "make real-tables   the tables on real genomes anew, in build/real-tables (DATA=FOLDER of genomes)"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
@@ -79,7 +79,7 @@ test-real: setup
 	$(BIN)/pytest -m real tests/real
 
 # DATA has the folders viral and host with genomes as FASTA files; what is done already stays
-DATA ?= ../shared/data
+DATA ?= $(or $(VIRNUC_TEST_DATA),../shared/data)
 real-tables: setup
 	$(BIN)/python -m tests.real.tables $(VIRNUC_REAL_DATA) $(DATA) build/real-tables
 
