@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,22 +85,24 @@ def worker_pids(out: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, reads: Path, models: Path) -> dict[str, bytes]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path
+) -> dict[str, bytes]:
     """The files of a run with workers of its own."""
     home = tmp_path_factory.mktemp("alone")
-    predict(home, reads, models, home / "run", "--serve", "off")
+    predict(home, some_reads, models, home / "run", "--serve", "off")
     return results(home / "run")
 
 
 def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_anew(
-    tmp_path: Path, reads: Path, models: Path, alone: dict[str, bytes]
+    tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     own_models = tmp_path / "models"
     shutil.copytree(models, own_models)
     with serving(tmp_path) as server:
         first, second, replaced = (tmp_path / name for name in ("first", "second", "replaced"))
-        predict(tmp_path, reads, own_models, first, "--serve", "require")
-        predict(tmp_path, reads, own_models, second)
+        predict(tmp_path, some_reads, own_models, first, "--serve", "require")
+        predict(tmp_path, some_reads, own_models, second)
         assert results(first) == alone
         assert results(second) == alone
         assert worker_pids(first) == worker_pids(second)
@@ -107,7 +110,7 @@ def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_ane
         # results, and by its process.
         shutil.rmtree(own_models)
         init_random(own_models, seed=2)
-        predict(tmp_path, reads, own_models, replaced)
+        predict(tmp_path, some_reads, own_models, replaced)
         assert worker_pids(replaced) != worker_pids(second)
         assert results(replaced) != alone
         workers = list(running_with(WORKER, family_of(server.pid)))
@@ -118,30 +121,34 @@ def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_ane
 
 
 def test_a_run_outlives_its_server(
-    tmp_path: Path, reads: Path, models: Path, alone: dict[str, bytes]
+    tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     out = tmp_path / "run"
     with serving(tmp_path) as server:
-        command = words_of(reads, models, out)
+        command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
             workers = list(running_with(WORKER, family_of(server.pid)))
             assert workers
+            # A stopped worker cannot finish the run before its server is killed.
+            for worker in workers:
+                worker.send_signal(signal.SIGSTOP)
             server.kill()
             assert run.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
             wait_for(lambda: gone(workers), "the workers to end")
     assert results(out) == alone
     said = (tmp_path / "log").read_text()
-    assert "the run starts its own: it has ended" in said
+    # A server that is just dying may still be connected to, and then does not answer.
+    assert re.search("the run starts its own: it (has ended|does not answer)", said)
     assert "Traceback" not in said
 
 
 def test_a_killed_run_leaves_no_worker_in_its_folder_and_can_be_resumed(
-    tmp_path: Path, reads: Path, models: Path, alone: dict[str, bytes]
+    tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     out = tmp_path / "run"
     with serving(tmp_path) as server:
-        command = words_of(reads, models, out)
+        command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
             (worker,) = running_with(WORKER, family_of(server.pid))
@@ -151,7 +158,7 @@ def test_a_killed_run_leaves_no_worker_in_its_folder_and_can_be_resumed(
             run.kill()
             run.wait(PATIENCE_S)
             wait_for(lambda: gone([worker]), "the worker to end")
-        predict(tmp_path, reads, models, out, "--serve", "require")
+        predict(tmp_path, some_reads, models, out, "--serve", "require")
         assert results(out) == alone
 
 
