@@ -136,13 +136,17 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
 
 def _bars(edges: Sequence[float], counts: Sequence[int], x_axis: _Axis, y_axis: _Axis) -> str:
     """Return all bars as one area, so that no gaps appear between neighbours."""
-    base = f"{y_axis.place(0.0):.2f}"
-    path = [f"M{x_axis.place(edges[0]):.2f} {base}"]
-    for index, count in enumerate(counts):
+    left = x_axis.place(edges[0])
+    bottom = y_axis.place(0.0)
+    # In SVG, M moves to a point, V and H draw to a height and to a column, and Z closes the area.
+    commands = [f"M{left:.2f} {bottom:.2f}"]
+    for right_edge, count in zip(edges[1:], counts, strict=True):
         top = y_axis.place(count)
-        path.append(f"V{top:.2f}H{x_axis.place(edges[index + 1]):.2f}")
-    path.append(f"V{base}Z")
-    return f'<path fill="{BAR_COLOUR}" d="{"".join(path)}"/>'
+        right = x_axis.place(right_edge)
+        commands.append(f"V{top:.2f}H{right:.2f}")
+    commands.append(f"V{bottom:.2f}Z")
+    outline = "".join(commands)
+    return f'<path fill="{BAR_COLOUR}" d="{outline}"/>'
 
 
 def _axis_lines() -> list[str]:
