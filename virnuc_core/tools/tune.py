@@ -6,7 +6,7 @@ Settings that change a label, or scores by more than the tolerance, are never re
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from virnuc_core.checked_files import array_bytes, read_checked_array
 from virnuc_core.config import DEFAULT_THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Job
 from virnuc_core.errors import (
     ConfigError,
     DamagedFileError,
@@ -29,8 +28,16 @@ from virnuc_core.errors import (
     ShardError,
 )
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import SHARD_FILES, RunDir, atomic_file, device_holder, discard, run_lock
-from virnuc_core.runfiles import write
+from virnuc_core.rundir import (
+    SHARD_FILES,
+    RunDir,
+    ask_for_device,
+    atomic_file,
+    device_holder,
+    discard,
+    run_lock,
+)
+from virnuc_core.runfiles import Device, write
 from virnuc_core.safe_files import remove_file
 from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench, Measurement, measure_job
@@ -406,7 +413,7 @@ class Sweep:
             measured_shards = range(len(job.plan))[:n_shards]  # all, if `n_shards` is None
             scores, _ = shards.read_scores(run, measured_shards)
         except DeviceError as error:
-            if _is_held_by_another_run(job):
+            if is_held_by_another_run(job.devices):
                 raise
             return str(error)
         except (ConfigError, ShardError, NotFiniteError) as error:
@@ -424,9 +431,15 @@ class Sweep:
         return _MeasuredScores(measurement, scores)
 
 
-def _is_held_by_another_run(job: Job) -> bool:
-    """Return whether another run holds a device of the job."""
-    return any(device_holder(device.id) for device in job.devices)
+def is_held_by_another_run(devices: Iterable[Device]) -> bool:
+    """Return whether another run computes on one of the devices.
+
+    An idle worker of `virnuc serve` is no run: its server gives the device back when it is asked.
+    """
+    for device in devices:
+        if device_holder(device.local) and not ask_for_device(device.local):
+            return True
+    return False
 
 
 def _save_scores(path: Path, scores: Scores) -> None:

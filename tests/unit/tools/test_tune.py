@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.profiles import load_profile
+from virnuc_core.rundir import DeviceRequests, lock_device
+from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.statistics import batch_metrics, record_table
 from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.tools.tune import (
@@ -16,6 +21,7 @@ from virnuc_core.tools.tune import (
     ScoreChange,
     Trial,
     compare_scores,
+    is_held_by_another_run,
     make_candidates,
     recommend,
     require_enough_reads,
@@ -194,3 +200,32 @@ def test_scores_are_compared_row_by_row_and_a_missing_one_counts_most() -> None:
     assert compare_scores(base, scores) == ScoreChange(1.0, 2)
     assert compare_scores(base, base) == ScoreChange(0.0, 0)
     assert compare_scores(base[:0], base[:0]) == ScoreChange(0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("is_served", "is_idle", "is_held"),
+    [(False, False, True), (True, False, True), (True, True, False)],
+)
+def test_an_idle_worker_of_a_server_does_not_count_as_a_run_on_the_device(
+    is_served: bool, is_idle: bool, is_held: bool
+) -> None:
+    gpu = Device(id=f"GPU-tuned-{os.getpid()}", kind="cuda", name="none")
+    assert not is_held_by_another_run([gpu])
+    lock = lock_device(gpu.local, 0)
+    stopped = threading.Event()
+    if is_served:
+        requests = DeviceRequests(gpu.local)
+
+        def answer() -> None:
+            """Answer as the server of an idle, or of a lent worker."""
+            while not stopped.wait(0.01):
+                requests.answer(requests.take(), is_free=is_idle)
+            requests.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+    assert is_held_by_another_run([gpu]) == is_held
+    stopped.set()
+    if is_served:
+        thread.join()
+    os.close(lock)
