@@ -43,13 +43,25 @@ def socket_folders() -> list[Path]:
     """
     folders = []
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    # Unlike `Path.is_dir`, this returns false for a folder that this user may not look at.
-    if runtime.is_absolute() and os.path.isdir(runtime):  # noqa: PTH112
+    if runtime.is_absolute() and _is_own_folder(runtime):
         folders.append(runtime / "virnuc")
     with suppress(RuntimeError):  # the user has no home directory
         # Several machines may share the home directory, and a socket works on one only.
         folders.append(Path("~/.cache/virnuc").expanduser() / f"serve-{platform.node()}")
     return folders
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return true if this is a folder of this user.
+
+    After `su` or `sudo`, XDG_RUNTIME_DIR may still name the folder of the user before. What root
+    made there would be in that user's way.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return False  # it is not there, or this user may not look at it
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def open_private_folder(folder: Path) -> int:

@@ -855,6 +855,7 @@ _PROMISED: Final = b"1"
 _REFUSED: Final = b"0"
 ANSWER_S: Final = 10.0  # seconds to wait for this answer, also of a server on a busy machine
 RELEASE_S: Final = 30.0  # seconds that ending an idle worker may take
+MAX_REQUESTS: Final = 32  # for a device, that a server of workers answers at a time
 
 
 def device_holder(device: str) -> str | None:
@@ -967,10 +968,14 @@ class DeviceRequests:
             raise DeviceError(f"another server of workers holds {device}") from error
 
     def take(self) -> list[socket.socket]:
-        """Return the connections of all requests that have come. Each must be answered."""
-        clients = []
+        """Return the connections of requests that have come. Each must be answered.
+
+        These are `MAX_REQUESTS` at most, because any user of the machine may ask, as often as
+        they like. The next call returns the others.
+        """
+        clients: list[socket.socket] = []
         with suppress(OSError):  # no further request
-            while True:
+            while len(clients) < MAX_REQUESTS:
                 client, _ = self._socket.accept()
                 clients.append(client)
         return clients

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc_core.config import Devices
+from virnuc_core.errors import ConfigError
 from virnuc_core.private_socket import SOCKET, socket_folders
 from virnuc_core.rundir import SAMPLES, RunDir
 
@@ -22,9 +23,19 @@ def use_server(settings: Any, prestarted: ExitStack) -> None:
     Args:
         settings: The settings of the flow and of the terminal.
         prestarted: Ends the borrowing when it is closed.
+
+    Raises:
+        ConfigError: The user wants borrowed workers only, for a run on a cluster.
     """
     mode: ServeMode = getattr(settings, "serve", "off")  # other commands have no such option
-    if mode == "off" or getattr(settings, "cluster", None):
+    if mode == "off":
+        return
+    if getattr(settings, "cluster", None):
+        if mode == "require":
+            raise ConfigError(
+                "--serve require (or VIRNUC_SERVE) and --cluster: a run on a cluster cannot use "
+                "virnuc serve; leave one of them out"
+            )
         return
     # What follows takes a while to import, so look for the server first.
     has_socket = any(os.path.lexists(folder / SOCKET) for folder in socket_folders())

@@ -74,7 +74,7 @@ COMMANDS: Final = (
     CommandEntry(
         "serve",
         module="serve_command",
-        summary="keep workers with loaded models, so that small runs start at once",
+        summary="keep workers with loaded models, so that small runs of predict start at once",
         example="virnuc serve --idle 15m",
     ),
     CommandEntry(

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Annotated, Final
 
 from cyclopts import Parameter
@@ -21,7 +22,10 @@ def serve(
         str, Parameter(help="end workers that no run has used for this long: 90s, 15m, 2h")
     ] = "15m",
 ) -> int:
-    """Keep workers with loaded models for your runs of `virnuc predict`, until Ctrl-C."""
+    """Keep workers with loaded models for your runs of `virnuc predict`, until Ctrl-C.
+
+    Other commands (`validate`, `scale`, `tune`, `profile`, `train`) start workers of their own.
+    """
     idle_s = parse_duration(idle)
     listener = _listen()
     from virnuc_core.engine.worker_server import WorkerServer
@@ -66,7 +70,12 @@ def _listen() -> PrivateListener:
 
 
 def _report(event: str) -> None:
-    """Write an event with the time to standard error."""
+    """Write an event with the time to standard error, if that can be written to.
+
+    The terminal may be gone, or the disk with the log may be full. The server goes on, because
+    runs use its workers.
+    """
     clock = time.strftime("%X")
-    sys.stderr.write(f"{clock}  {printable(event)}\n")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{clock}  {printable(event)}\n")
+        sys.stderr.flush()

@@ -152,6 +152,20 @@ def test_nobody_listens_where_there_is_no_folder(folder: Path) -> None:
 
 
 @needs_root
+def test_a_runtime_folder_of_another_user_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After `su` or `sudo`, the variable may still name the folder of the user before."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    os.chown(runtime, NOBODY, NOBODY)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    (only,) = socket_folders()
+    assert only.is_relative_to(tmp_path / ".cache")
+
+
+@needs_root
 def test_a_process_of_another_user_is_not_served_even_if_it_can_connect(folder: Path) -> None:
     """The folder is opened for the other user here, to see that the second barrier holds, too."""
     code = (

@@ -497,6 +497,25 @@ def test_a_promise_to_give_a_device_back_that_is_not_kept_holds_nobody_up_for_ev
     os.close(lock)
 
 
+def test_a_flood_of_requests_for_a_device_is_taken_in_parts() -> None:
+    """Any user of the machine may ask. Nobody may keep the server busy, or use up its handles."""
+    device = f"GPU-flood-{os.getpid()}"
+    requests = DeviceRequests(device)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(100)]
+    for client in clients:
+        client.connect(rundir._requests_address(device))
+    n_answered = 0
+    while taken := requests.take():
+        assert len(taken) <= 32
+        requests.answer(taken, is_free=False)
+        n_answered += len(taken)
+    assert n_answered == len(clients)
+    for client in clients:
+        assert client.recv(1) == b"0"
+        client.close()
+    requests.close()
+
+
 def test_one_server_alone_receives_the_requests_for_a_device() -> None:
     device = f"GPU-requested-{os.getpid()}"
     requests = DeviceRequests(device)

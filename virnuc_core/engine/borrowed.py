@@ -5,8 +5,10 @@ tasks and writes the same files. Only its messages go over a socket, and it keep
 memory when the run returns it.
 """
 
+import hashlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -30,7 +32,7 @@ from virnuc_core.engine.process import (
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, WeightsError, join_first
 from virnuc_core.private_socket import Messages, Peer, connect, socket_folders
-from virnuc_core.runfiles import find_mismatches
+from virnuc_core.runfiles import find_mismatches, version_of
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,20 @@ END_S: Final = 5.0
 # Beginnings of variables that change what or how a worker computes. The server's must be the same.
 VARIABLES: Final = (
     *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_"),
-    *("PYTHONHOME", "PYTHONPATH", "TORCH", "TRITON_", "TMPDIR"),
+    *("PYTHONHOME", "PYTHONPATH", "TORCH", "TRITON_", "TMPDIR", "GLIBC_TUNABLES"),
+    # By these, the libraries on a CPU choose their instructions and threads.
+    *("ATEN_", "DNNL_", "ONEDNN_", "KMP_", "GOMP_"),
+    # How files are locked, and which files may be opened
+    *("HDF5_", "VIRNUC_ROOTS"),
+    # A batch job has limits of its own. A worker outside the job would not keep to them.
+    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
 )
+# Packages with which a worker computes. They may be updated while the server runs.
+PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "triton")
+# Files of the program that decide what a worker computes
+PROGRAM_FILES: Final = (".py", ".so")
 HOW_TO_START: Final = "start it with: virnuc serve"
+OTHER_VERSION: Final = "the server and the run are of another version of virnuc; start it again"
 
 
 class Borrow(Message):
@@ -77,25 +90,42 @@ class ErrorText(Message):
 def identity() -> dict[str, str]:
     """Return what must be equal for a worker of another process to give the same files.
 
-    These are the program, the view of the file system, the rights of new files, the cores, and the
-    environment variables of `VARIABLES`.
+    These are the program, Python and its packages, the view of the file system, the rights of new
+    files, the cores, and the environment variables of `VARIABLES`.
     """
     package = Path(virnuc_core.__file__).parent
-    # A program that was changed keeps its version, but not the times of its files.
-    newest_ns = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
     facts = {
         "version": virnuc_core.__version__,
-        "program": f"{package} of {newest_ns}",
+        # A program that was changed keeps its version, but not the state of its files.
+        "program": f"{package} {program_state(package)}",
+        # Two environments may share the program, and have different packages.
+        "Python": f"{sys.prefix} {sys.version}",
         "view of the files": str(Path("/proc/self/ns/mnt").readlink()),
         "root folder": str(Path("/proc/self/root").readlink()),
         "umask": _umask(),
         "groups": str(sorted({os.getegid(), *os.getgroups()})),
         "cores": str(sorted(os.sched_getaffinity(0))),
     }
+    for name in PACKAGES:
+        facts[name] = version_of(name)
     for name, value in os.environ.items():
         if name.startswith(VARIABLES):
             facts[name] = value
     return facts
+
+
+def program_state(package: Path) -> str:
+    """Return a digest that changes if a file of the program is changed, added or removed.
+
+    Args:
+        package: The folder of the program. Sizes and times of its files count, not their content.
+    """
+    lines = []
+    for path in package.rglob("*"):
+        if path.suffix in PROGRAM_FILES:
+            status = path.stat()
+            lines.append(f"{path.relative_to(package)} {status.st_size} {status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def _umask() -> str:
@@ -302,7 +332,8 @@ def ask(connection: Messages, spec: WorkerSpec) -> Lent | Refused:
         spec: What the worker must have loaded.
 
     Returns:
-        Its answer. A server that gives none counts as one that refuses.
+        Its answer. A server that gives none, or one that cannot be read, counts as one that
+        refuses.
     """
     digests = fingerprint(Path(spec.models), spec.engine.precision)
     request = Borrow(identity=identity(), digests=digests, spec=spec)
@@ -311,7 +342,10 @@ def ask(connection: Messages, spec: WorkerSpec) -> Lent | Refused:
         line = connection.receive(ANSWER_S)
     except OSError:
         line = None
-    answer = None if line is None else Message.of(line)
-    if isinstance(answer, Lent | Refused):
-        return answer
-    return Refused(reason="it does not answer")
+    if line is None:
+        return Refused(reason="it does not answer")
+    with suppress(ValueError, IndexError):  # no message that this version knows
+        answer = Message.of(line)
+        if isinstance(answer, Lent | Refused):
+            return answer
+    return Refused(reason=OTHER_VERSION)

@@ -21,6 +21,7 @@ from typing import Final
 
 from virnuc_core.engine.borrowed import (
     END_S,
+    OTHER_VERSION,
     Borrow,
     ErrorText,
     Lent,
@@ -49,7 +50,6 @@ from virnuc_core.rundir import DeviceRequests
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.2  # how often the server looks for idle workers and for requests
-FIRST_MESSAGE_S: Final = 10.0  # in which a new connection must say what it wants
 
 
 class HeldChild(Child):
@@ -202,7 +202,20 @@ class WorkerServer:
             return list(self._held.values())
 
     def _give_up_unused(self) -> None:
-        """End workers that nobody has borrowed for long, or whose GPU another process wants."""
+        """End workers that nobody has borrowed for long, or whose GPU another process wants.
+
+        If a run is just given a worker, this is left for the next time. Otherwise that run could
+        find a worker reserved that no other run has.
+        """
+        if not self._lending_lock.acquire(blocking=False):
+            return
+        try:
+            self._give_up_unused_in_turn()
+        finally:
+            self._lending_lock.release()
+
+    def _give_up_unused_in_turn(self) -> None:
+        """Do what `_give_up_unused` says, while no worker is lent to a run."""
         for held in self._held_workers():
             # Requests are taken first. One that came after a run had returned the worker must not
             # be refused because the worker was lent a moment before.
@@ -225,17 +238,12 @@ class WorkerServer:
         """Lend a worker to one run, and pass on its tasks. This is the function of a thread."""
         held = None
         try:
-            line = run.receive(FIRST_MESSAGE_S)
-            request = None if line is None else Message.of(line)
-            if not isinstance(request, Borrow):
+            # Without a time limit: a run first computes the digests of its weights, which takes
+            # minutes for large ones on a slow disk. It can only be a run of this user.
+            line = run.receive()
+            if line is None:
                 return
-            has_loaded = False
-            with self._lending_lock:
-                answer = self._refusal(request) or self._find(request)
-                if answer is None:
-                    answer = self._start(request)
-                elif isinstance(answer, HeldWorker):
-                    has_loaded = True
+            answer, has_loaded = self._answer(_read_request(line))
             if isinstance(answer, Refused):
                 run.send(answer.line())
                 return
@@ -251,6 +259,23 @@ class WorkerServer:
             if held is not None:
                 self._take_back(held, peer)
             run.release()
+
+    def _answer(self, request: Borrow | None) -> tuple[HeldWorker | Refused, bool]:
+        """Return the worker that a run gets, reserved for it, or why it gets none.
+
+        Args:
+            request: What the run has asked for; None if that cannot be read.
+
+        Returns:
+            The worker or the reason, and whether the worker was there before.
+        """
+        if request is None:
+            return Refused(reason=OTHER_VERSION), False
+        with self._lending_lock:
+            answer = self._refusal(request) or self._find(request)
+            if answer is None:
+                return self._start(request), False
+            return answer, True
 
     def _refusal(self, request: Borrow) -> Refused | None:
         """Return why this server may lend the run no worker at all; None if it may."""
@@ -374,3 +399,12 @@ class WorkerServer:
                 threads.submit(self._end, held, "the server ends")
         self._workers.__exit__()
         self._starter.shutdown()
+
+
+def _read_request(line: str) -> Borrow | None:
+    """Return what a run has asked for; None if it is no request that this version knows."""
+    try:
+        request = Message.of(line)
+    except (ValueError, IndexError):
+        return None
+    return request if isinstance(request, Borrow) else None

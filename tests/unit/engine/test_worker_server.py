@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import select
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ import pytest
 
 from tests.process_lookup import has_ended
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine import borrowed
+from virnuc_core.engine import borrowed, worker_server
 from virnuc_core.engine.borrowed import (
     Borrow,
     BorrowedChild,
@@ -326,6 +328,36 @@ def test_a_request_that_comes_just_after_a_run_has_returned_the_worker_is_not_re
     assert ended.is_set()
 
 
+def test_a_run_that_comes_while_the_server_looks_for_idle_workers_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server reserves a worker to look at it. That is no other run."""
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+    child = SimpleNamespace(device=CORE.id, spec=spec)
+    held = HeldWorker(child, DIGESTS, None)  # type: ignore[arg-type]
+    held.is_lent = False
+    held.returned_s = time.monotonic()
+    request = Borrow(identity=identity(), digests=DIGESTS, spec=spec)
+    answers: queue.Queue[HeldWorker | Refused | None] = queue.Queue()
+    lend = HeldWorker.lend
+    with closing(PrivateListener(tmp_path / "serve")) as listener:
+        server = WorkerServer(listener, idle_s=600.0)
+        server._held[CORE.id] = held
+
+        def lend_while_a_run_asks(worker: HeldWorker) -> bool:
+            """Reserve the worker. Before it is free again, a run asks for it."""
+            is_reserved = lend(worker)
+            monkeypatch.undo()
+            run = threading.Thread(target=lambda: answers.put(server._answer(request)[0]))
+            run.start()
+            run.join(0.2)  # as long as it takes, if nothing holds it up
+            return is_reserved
+
+        monkeypatch.setattr(HeldWorker, "lend", lend_while_a_run_asks)
+        server._give_up_unused()
+        assert answers.get(timeout=PATIENCE_S) is held
+
+
 @pytest.mark.parametrize("name", ["version", "program", "umask", "cores", "CUDA_VISIBLE_DEVICES"])
 def test_a_run_in_other_surroundings_is_refused_and_told_what_differs(
     server: RunningServer, name: str
@@ -336,13 +368,130 @@ def test_a_run_in_other_surroundings_is_refused_and_told_what_differs(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense", "Nothing {}", "Borrow {}", "Borrow []", "Closed {}"]
+    "name",
+    [
+        "ATEN_CPU_CAPABILITY",  # torch then uses other instructions, which round in another order
+        "DNNL_MAX_CPU_ISA",
+        "ONEDNN_MAX_CPU_ISA",
+        "KMP_AFFINITY",
+        "HDF5_USE_FILE_LOCKING",
+        "SLURM_JOB_ID",  # a job has limits of its own, and must not compute outside them
+        "VIRNUC_ROOTS",
+    ],
 )
+def test_a_variable_by_which_a_worker_works_in_another_way_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = identity()
+    monkeypatch.setenv(name, "another")
+    assert refusal_of_identity(before, identity()) == f"it has another {name}"
+
+
+def test_another_environment_of_python_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two environments may share a checkout of virnuc, and have different packages."""
+    before = identity()
+    monkeypatch.setattr(sys, "prefix", "/another/environment")
+    assert refusal_of_identity(before, identity()) == "it has another Python"
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "tokenizers", "triton"])
+def test_a_package_that_was_updated_below_the_server_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    before = identity()
+    version_of = borrowed.version_of
+    monkeypatch.setattr(
+        borrowed, "version_of", lambda name: "9.9" if name == package else version_of(name)
+    )
+    assert refusal_of_identity(before, identity()) == f"it has another {package}"
+
+
+@pytest.mark.parametrize("name", ["changed.py", "kernels.so"])
+def test_a_file_of_the_program_that_is_replaced_by_an_older_one_is_noticed(
+    tmp_path: Path, name: str
+) -> None:
+    """Package managers keep the times of files, so a new file need not be the newest one."""
+    (tmp_path / "encoders").mkdir()
+    changed, newest = tmp_path / "encoders" / name, tmp_path / "newest.py"
+    changed.write_text("a = 1")
+    newest.write_text("b = 1")
+    os.utime(changed, (1_000, 1_000))
+    before = borrowed.program_state(tmp_path)
+    assert borrowed.program_state(tmp_path) == before
+    changed.write_text("a = 2")
+    os.utime(changed, (2_000, 2_000))
+    assert borrowed.program_state(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Borrow {}",
+        "Borrow []",
+        'Borrow {"identity": {}, "digests": {}, "spec": {"new_setting": 1}}',
+        "BorrowInAnotherWay {}",
+    ],
+)
+def test_a_run_of_another_version_is_told_so(server: RunningServer, text: str) -> None:
+    """Another version may have other messages, which this one cannot read."""
+    found = connect(server.folder)
+    assert found is not None
+    found[0].send(text)
+    line = found[0].receive(PATIENCE_S)
+    assert line is not None
+    answer = Message.of(line)
+    assert isinstance(answer, Refused)
+    assert "another version of virnuc" in answer.reason
+    found[0].release()
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "LentInAnotherWay {}", "Lent {}", "Refused []"])
+def test_a_server_of_another_version_is_no_reason_for_a_run_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(borrowed, "fingerprint", lambda *_: DIGESTS)
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+    with PrivateListener(tmp_path / "serve") as listener:
+        found = connect(tmp_path / "serve")
+        accepted = listener.accept_own(PATIENCE_S)
+        assert found is not None
+        assert accepted is not None
+        accepted[0].send(text)
+        answer = borrowed.ask(found[0], spec)
+        assert isinstance(answer, Refused)
+        assert "another version of virnuc" in answer.reason
+        found[0].release()
+        accepted[0].release()
+
+
+def test_a_run_may_read_its_weights_for_long_before_it_asks(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of large weights that were never used take minutes on a slow disk."""
+    monkeypatch.setattr(worker_server, "FIRST_MESSAGE_S", 0.05, raising=False)
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+
+    def compute_slowly(*_: object) -> dict[str, str]:
+        """Take longer than the server waits for other messages."""
+        time.sleep(0.3)
+        return DIGESTS
+
+    monkeypatch.setattr(borrowed, "fingerprint", compute_slowly)
+    found = connect(server.folder)
+    assert found is not None
+    answer = borrowed.ask(found[0], spec)
+    assert isinstance(answer, Lent)
+    found[0].release()
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "Nothing {}", "Borrow []", "Closed {}"])
 def test_a_server_that_gets_nonsense_goes_on(server: RunningServer, text: str) -> None:
     found = connect(server.folder)
     assert found is not None
     found[0].send(text)
-    assert found[0].receive(PATIENCE_S) is None
+    found[0].receive(PATIENCE_S)
+    assert found[0].receive(PATIENCE_S) is None  # the connection has ended
     found[0].release()
     answer, _ = server.borrow(facts={"version": "none"})
     assert isinstance(answer, Refused)

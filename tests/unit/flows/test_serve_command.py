@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from virnuc.flows.cli.prestart import use_server
-from virnuc.flows.cli.serve_command import parse_duration
+from virnuc.flows.cli.serve_command import _report, parse_duration
 from virnuc_core.engine import process
 from virnuc_core.errors import ConfigError
 from virnuc_core.private_socket import SOCKET
@@ -65,3 +69,30 @@ def test_commands_without_the_option_ask_no_server(runtime: Path) -> None:
     with ExitStack() as stack:
         use_server(SimpleNamespace(), stack)
         assert process._lender is None
+
+
+def test_a_full_disk_under_its_log_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    _report("cpu-core-0 is lent to process 1")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    _report("cpu-core-0 is lent to process 1")
+
+
+@pytest.mark.parametrize("cluster", ["local:2", "slurm.toml"])
+def test_a_server_that_is_required_for_a_run_that_cannot_use_it_is_an_error(
+    runtime: Path, cluster: str
+) -> None:
+    settings = SimpleNamespace(serve="require", cluster=cluster)
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"--serve require.*--cluster"):
+        use_server(settings, stack)
