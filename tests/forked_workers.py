@@ -32,6 +32,7 @@ REPOSITORY: Final = Path(__file__).parents[1]
 MODULES: Final = (process.WORKER, BASELINE_WORKER)  # workers that import torch
 MAIN: Final = "import sys; from tests.forked_workers import serve_new; serve_new(int(sys.argv[1]))"
 MAX_REQUEST: Final = 1 << 20  # bytes of a command and its environment
+ROOM: Final = " " * 2000  # on the command line of the process that forks, for those of its forks
 PR_SET_CHILD_SUBREAPER: Final = 36  # the kernel's number
 
 
@@ -125,6 +126,7 @@ def run_program(command: Sequence[str], environment: dict[str, str], pipes: list
     """
     status = 1
     try:
+        show_command(command)
         os.setsid()
         for number, descriptor in enumerate(pipes):
             os.dup2(descriptor, number)
@@ -151,6 +153,19 @@ def run_program(command: Sequence[str], environment: dict[str, str], pipes: list
         os._exit(status)
 
 
+def show_command(command: Sequence[str]) -> None:
+    """Let the system show another command line for this process, as far as there is room for it.
+
+    Tests find workers by their command lines. The system reads them from the memory of a process.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # `arg_start` and `arg_end` in proc(5)
+    words = "\0".join(command).encode()
+    room = end - start
+    if len(words) < room:
+        ctypes.memmove(start, words.ljust(room, b"\0"), room)
+
+
 def serve_new(descriptor: int) -> NoReturn:
     """Import what workers need, and serve requests of a connection that was inherited."""
     import_workers()
@@ -171,7 +186,7 @@ def forks_of_new_process() -> Iterator[Forker]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     number = theirs.fileno()
     forking_process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, str(number)],
+        [sys.executable, "-c", MAIN, str(number), ROOM],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         pass_fds=[number],
     )

@@ -19,6 +19,8 @@ from virnuc_core.errors import ConfigError, DamagedFileError, InputError, RunMis
 from virnuc_core.finished_run import _name_arguments
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=1024, heartbeat_s=0.2)
 
 

@@ -17,6 +17,8 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare
 from virnuc_core.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 LARGE = 3e38  # finite, and its square is not
 ONE = Devices.parse("cpu:1")
 

@@ -38,6 +38,8 @@ from virnuc_core.runfiles import RunRecord, read, read_record
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSummary
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CPU = torch.device("cpu")
 
 

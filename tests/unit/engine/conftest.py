@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_workers import Forker, workers_of
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 
@@ -54,9 +55,13 @@ def staged(tmp_path_factory: pytest.TempPathFactory, reads_file: Path) -> tuple[
 
 @pytest.fixture(scope="session")
 def reference(
-    tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    staged: tuple[Path, StageSummary],
+    tiny_models: Path,
+    forker: Forker,
 ) -> Path:
     """Make a finished run on one core."""
     root = tmp_path_factory.mktemp("reference") / "run"
-    classify_store(root, staged, tiny_models, ONE_CORE)
+    with workers_of(forker):
+        classify_store(root, staged, tiny_models, ONE_CORE)
     return root

@@ -28,6 +28,8 @@ from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
 
 from .runs import ONE_CORE, SMALL, classify_store
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture(scope="module")
 def measured(reference: Path) -> Telemetry:

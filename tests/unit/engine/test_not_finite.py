@@ -23,6 +23,8 @@ from virnuc_core.rundir import RunDir
 
 from .runs import classify_store, no_workers_left
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 Staged = tuple[Path, StageSummary]
 ONE = Devices.parse("cpu:1")
 LARGE = 3e38  # finite, and its square is not

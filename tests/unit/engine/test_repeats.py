@@ -44,6 +44,8 @@ from virnuc_core.runfiles import Device, read_record
 
 from .runs import SMALL, classify_store, result_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CPU = torch.device("cpu")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 ON_GPU = [

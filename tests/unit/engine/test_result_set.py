@@ -22,6 +22,8 @@ from virnuc_core.runfiles import RunSummary, read
 
 from .runs import classify_store, copy_run, result_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ONE = Devices.parse("cpu:1")
 FILES = (
     "prediction_results.txt",

@@ -47,6 +47,8 @@ from .runs import (
     running_workers,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine lends one core")
 def test_one_and_two_workers_agree_byte_for_byte(

@@ -22,6 +22,8 @@ from virnuc_core.training.familiarity import fit_composition
 from ..training.coding_genomes import reads_of_kind, rows_of_genomes, stage_reads
 from .runs import ONE_CORE, Staged, classify_store
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 VIRUS, HOST, FOREIGN = 1, 2, 3
 N_READS = 80  # of each genome of a sample
 CARD = {

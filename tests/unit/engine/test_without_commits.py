@@ -22,6 +22,8 @@ from virnuc_core.runfiles import read_record
 
 from .runs import ALL_CORES, ONE_CORE, RESULTS, SMALL, Staged, classify_store, copy_run
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 NO_COMMITS = SMALL.model_copy(update={"commit": False})
 
 

@@ -20,7 +20,7 @@ from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify_runs import verify_results
 from virnuc_core.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 RUN_NAME = "devices-1"  # as a validation names the folder of its first run
 
 

@@ -31,7 +31,7 @@ from virnuc_core.report.exports import export
 from virnuc_core.report.multiqc_names import export_name
 from virnuc_core.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 CHUNK_BASES = 300
 KRAKEN_READ_COLUMNS = ("classified", "id", "taxon", "length", "hits")
 KRAKEN_REPORT_COLUMNS = ("percent", "in_clade", "in_taxon", "rank", "taxon", "name")

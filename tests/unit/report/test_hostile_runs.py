@@ -23,7 +23,7 @@ from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare
 from virnuc_core.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 SECRET = b"ssh-private-key-of-the-victim" * 40
 ROWS_OF_A_LIE = 8 * 10**9
 

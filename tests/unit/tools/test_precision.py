@@ -17,6 +17,8 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.precision import embed_sample, measure_precision
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 N_SEQUENCES = 150
 
 
