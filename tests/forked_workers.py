@@ -39,22 +39,24 @@ PR_SET_CHILD_SUBREAPER: Final = 36  # the kernel's number
 class Forker:
     """A process with one thread that forks for each worker. Threads would not survive a fork."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, modules: Sequence[str] = MODULES) -> None:
         """Use a forking process.
 
         Args:
             connection: Leads to `serve` in that process.
+            modules: The modules of the workers that are forked.
         """
         self._connection = connection
+        self._modules = modules
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a worker: a fork if the command is one of a worker with torch.
+        """Start a worker: a fork if its module is one of those that are forked.
 
         Args:
             command: A command of `parent_bound_command`.
             options: What `subprocess.Popen` gets.
         """
-        if command[-1] not in MODULES:
+        if command[-1] not in self._modules:
             return subprocess.Popen(command, **options)
         return ForkedProcess(self._connection, command, **options)
 
@@ -199,15 +201,19 @@ def forks_of_new_process() -> Iterator[Forker]:
 
 
 @contextmanager
-def forks_of_this_process() -> Iterator[Forker]:
-    """Fork the process that forks from this one, which must have one thread, and the workers."""
+def forks_of_this_process(modules: Sequence[str] = MODULES) -> Iterator[Forker]:
+    """Fork the process that forks from this one, which must have one thread, and the workers.
+
+    Args:
+        modules: The modules of the workers that are forked, which this process has imported.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
         serve(theirs)
     theirs.close()
     with ours:
-        yield Forker(ours)
+        yield Forker(ours, modules)
 
 
 @contextmanager
