@@ -4,6 +4,7 @@ from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_steps import load_page_modules, publish_prediction
 from virnuc.flows.staged_run import staged_run
 from virnuc.tasks.outcome import REUSED, Outcome, completed
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.runfiles import RunSummary
 
 
@@ -24,8 +25,7 @@ def predict(settings: PredictSettings) -> Outcome[RunSummary]:
 
         return predict_samples(settings)
     with staged_run(settings) as staged:
-        load_page_modules()  # while the workers load
-        embedding = staged.embed()
+        embedding = staged.embed(RunMonitor(meanwhile=load_page_modules))
         summary = embedding.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)
     message = summary.answer.message

@@ -1,5 +1,6 @@
 """The scaling curve: the same reads on one, two, four and more devices, without a baseline."""
 
+from virnuc.flows.made_reads import with_made_reads
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -13,7 +14,7 @@ from virnuc.flows.measured_runs import (
 from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.scale import ScaleSettings
-from virnuc.flows.shared_steps import stage_reads_of, with_made_reads
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile

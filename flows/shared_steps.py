@@ -1,59 +1,17 @@
 """Steps that several flows take: staging the reads of a run, and publishing a prediction."""
 
 from contextlib import suppress
-from typing import TypeVar
 
-from virnuc.flows.settings.measured import MeasureSettings
 from virnuc.flows.settings.shared import RunSettings
 from virnuc.tasks.artifacts import publish_markdown, publish_table
-from virnuc.tasks.drawing import draw_subset, simulate_reads
 from virnuc.tasks.events import emit
 from virnuc.tasks.result_links import with_links
 from virnuc.tasks.run_tables import fate_rows
 from virnuc.tasks.staging import stage
-from virnuc_core.config import INPUT_FIELDS, ReadsSpec
 from virnuc_core.pipeline import stage_spec
-from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import RunSummary
-
-MeasuredSettings = TypeVar("MeasuredSettings", bound=MeasureSettings)
-
-
-def with_made_reads(settings: MeasuredSettings) -> MeasuredSettings:
-    """Draw or simulate the reads that the settings ask for, and return settings with these reads.
-
-    The settings are returned unchanged if they ask for neither. The fields `subset` and `simulate`
-    stay, for the record of the run.
-
-    Raises:
-        VirnucError: The reads cannot be used, or the number is none.
-    """
-    run = RunDir(settings.out)
-    if settings.simulate is not None:
-        made = simulate_reads(
-            run,
-            settings.simulate,
-            seed=settings.reads_seed,
-            pairs=settings.simulate_pairs,
-            force=settings.force,
-        ).result()
-    elif settings.subset is not None:
-        source = ReadsSpec(**settings.model_dump(include={*ReadsSpec.model_fields}))
-        made = draw_subset(
-            run,
-            source,
-            settings.subset,
-            seed=settings.reads_seed,
-            label=sample_name(source.all_inputs),
-            force=settings.force,
-        ).result()
-    else:
-        return settings
-    # The drawn reads are FASTA or FASTQ, which have no read groups.
-    drawn_fields = made.reads.model_dump(include={*INPUT_FIELDS, "interleaved", "read_group"})
-    return settings.model_copy(update=drawn_fields)
 
 
 def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
@@ -72,13 +30,15 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
 
 
 def load_page_modules() -> None:
-    """Import what the summary page needs before it is needed.
+    """Load what the summary page needs before it is needed.
 
     A prediction calls this while it waits for something else. A damaged package may raise errors of
     any type here. None of them ends the run before its results: `publish_prediction` raises it.
     """
     with suppress(Exception):
-        import virnuc_core.report.summary_page  # noqa: F401 - only to be loaded
+        from virnuc_core.report.summary_page import load_templates
+
+        load_templates()
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:

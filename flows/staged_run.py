@@ -16,6 +16,7 @@ from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
 from virnuc_core.reads.sources import sample_name
@@ -47,10 +48,21 @@ class StagedRun:
     pool: Pool | None
     workers: ExitStack
 
-    def embed(self) -> Outcome[RunSummary]:
-        """Embed and score the staged reads, write the result files, and end the workers."""
+    def embed(self, monitor: RunMonitor | None = None) -> Outcome[RunSummary]:
+        """Embed and score the staged reads, write the result files, and end the workers.
+
+        Args:
+            monitor: How the run is observed, and what is loaded meanwhile.
+        """
         with self.workers:
-            return embed(self.run, self.staging, self.spec, label=self.label, pool=self.pool)
+            return embed(
+                self.run,
+                self.staging,
+                self.spec,
+                label=self.label,
+                monitor=monitor,
+                pool=self.pool,
+            )
 
 
 @contextmanager

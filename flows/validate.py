@@ -17,6 +17,7 @@ A new step that writes a file also names it in `rundir.VALIDATION_FILES`, and in
 every validation of these settings must have it.
 """
 
+from virnuc.flows.made_reads import with_made_reads
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -30,7 +31,7 @@ from virnuc.flows.measured_runs import (
 from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.validate import ValidateSettings
-from virnuc.flows.shared_steps import stage_reads_of, with_made_reads
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.flows.tuning_rounds import tune_round
 from virnuc.tasks.baseline import measure_baseline
 from virnuc.tasks.outcome import Outcome

@@ -18,7 +18,6 @@ from virnuc_core.pipeline import classify, read_summary, write_stopped_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, read
-from virnuc_core.telemetry.log import TelemetryFile
 
 
 @retrying_task("embed", "embed {label} on {spec.devices}")
@@ -97,6 +96,8 @@ def _publish_tables(run: RunDir, spec: ClassifySpec, summary: RunSummary, label:
         f"Where the time went on {devices}",
     )
     if spec.cluster and summary.telemetry is not None:
+        from virnuc_core.telemetry.log import TelemetryFile  # few runs need it
+
         telemetry = read(run.telemetry / summary.telemetry, TelemetryFile, run.root)
         publish_table(
             host_key(f"devices-{label}-{devices}"),

@@ -1,13 +1,16 @@
 """Tables of one run: its stages, its devices, and what became of its reads."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from virnuc.tasks.artifacts import Rows
 from virnuc_core.markdown import Markdown
 from virnuc_core.reads.stage import REMARKS
 from virnuc_core.runfiles import RunSummary
-from virnuc_core.telemetry.statistics import DeviceBusy
 from virnuc_core.telemetry.tables import OVERLAPPED, OVERLAPPED_TITLE, ROWS, STAGES
+
+if TYPE_CHECKING:
+    from virnuc_core.telemetry.statistics import DeviceBusy
 
 
 def stage_rows(summary: RunSummary) -> Rows:
@@ -41,7 +44,7 @@ def stage_rows(summary: RunSummary) -> Rows:
     return rows
 
 
-def device_rows(devices: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
+def device_rows(devices: Sequence["DeviceBusy"], deaths: Sequence[str]) -> Rows:
     """Return a row for each device of a cluster.
 
     Args:

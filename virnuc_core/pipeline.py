@@ -75,7 +75,6 @@ from virnuc_core.runfiles import (
 )
 from virnuc_core.safe_files import read_file, remove_file
 from virnuc_core.system_errors import list_folder, path_exists
-from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
 
 if TYPE_CHECKING:
@@ -703,6 +702,8 @@ def _record_killed_attempt(
     """
     if len(record.attempts) < 2:  # no attempt before the one that starts now
         return record
+    from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
+
     journal = read_journal(run.journal, run.root)
     if journal is None:
         return record
@@ -789,6 +790,9 @@ def _compute(
     clock = _staging_clock(staging, started_s)
     embedding = Embedding(job, monitor, started_s)
     pooled_job = embedding.run(pool)
+
+    from virnuc_core.telemetry.log import finished_attempt  # loaded while the workers computed
+
     embedding.record_times(clock, pooled_job)
     log_errors = _log_errors(job.run)
     if job.engine.commit:

@@ -9,13 +9,11 @@ import importlib
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers, use_server
-from virnuc.flows.cli.server_choice import ChosenServer, choose_server
 from virnuc.flows.parameters import PRIVATE_FIELDS
-from virnuc.flows.preflight import preflight
 from virnuc.flows.running_alone import warn_of_running_alone
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
@@ -23,6 +21,9 @@ from virnuc.tasks.outcome import Outcome
 from virnuc_core.command_time import note_command, waited_s
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import printable
+
+if TYPE_CHECKING:
+    from virnuc.flows.cli.server_choice import ChosenServer
 
 
 def run_from_terminal(function_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
@@ -45,7 +46,11 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
     _keep_in_memory(settings)
     note_command()
     prepare_prefect()
-    server = choose_server(settings)
+    server: ChosenServer | None = None
+    if not getattr(settings, "no_prefect", False):
+        from virnuc.flows.cli.server_choice import choose_server  # it brings servers along
+
+        server = choose_server(settings)
     has_named_server = server is not None and server.temporary is None
     with ExitStack() as prestarted:
         use_server(settings, prestarted)
@@ -53,6 +58,8 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
         # has asked it.
         if not has_named_server:
             prestart_workers(settings, prestarted)
+        from virnuc.flows.preflight import preflight  # while the workers load
+
         devices = preflight(settings)
         if not has_named_server:
             prestart_digest(settings)
@@ -118,7 +125,7 @@ def prefect_flow_path(function_path: str) -> str:
     return f"{package}.prefect_flows.{name}"
 
 
-def _load_flow(function_path: str, server: ChosenServer) -> Any:
+def _load_flow(function_path: str, server: "ChosenServer") -> Any:
     """Return the Prefect flow of a function, or None if it cannot be loaded.
 
     Then a warning is logged that the run goes on without a Prefect server.
@@ -139,7 +146,7 @@ def _load_flow(function_path: str, server: ChosenServer) -> Any:
         return None
 
 
-def _wait_for(server: ChosenServer, settings: Any) -> None:
+def _wait_for(server: "ChosenServer", settings: Any) -> None:
     """Return once the server answers, and report that.
 
     Raises:

@@ -68,15 +68,13 @@ def choose_server(settings: Any) -> ChosenServer | None:
         settings: The settings of the flow and of the terminal.
 
     Returns:
-        The server, or None if the flow runs without one: the user wants none, the run is complete
-        and only looked at, or none can be had.
+        The server, or None if the flow runs without one: the run is complete and only looked at,
+        or no server can be had.
 
     Raises:
         VirnucError: The flow needs a server, and none can be had.
         OSError: The same, if the system refuses something.
     """
-    if getattr(settings, "no_prefect", False):
-        return None
     has_approval = bool(getattr(settings, "approval", False))
     way_out = LEAVE_OUT_APPROVAL if has_approval else USE_NO_SERVER
     try:

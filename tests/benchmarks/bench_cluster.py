@@ -33,7 +33,7 @@ from virnuc_core.engine import node
 from virnuc_core.engine.process import Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.runfiles import Device
-from virnuc_core.telemetry.log import journal
+from virnuc_core.telemetry.journal import journal
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 BATCHES = 32  # of a shard of 262,144 tokens

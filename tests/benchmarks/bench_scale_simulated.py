@@ -64,7 +64,8 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import Device, RunSummary
-from virnuc_core.telemetry.log import journal, read_telemetry
+from virnuc_core.telemetry.journal import journal
+from virnuc_core.telemetry.log import read_telemetry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = "tests.benchmarks.sleeping_worker"

@@ -87,6 +87,39 @@ def test_help_wrong_options_and_inspect_import_neither_torch_nor_prefect(tmp_pat
     assert "1 reads, all of them read" in process.stdout  # the last command did its work
 
 
+def test_a_prediction_passes_on_its_work_before_it_loads_what_evaluates_it(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    """The command up to the moment at which workers get their tasks; a child process stands for one."""
+    program = """
+import os, sys
+from virnuc.flows.cli import main
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import Child, LocalWorkers
+
+HEAVY = {"torch", "prefect", "pandas", "matplotlib", "jinja2", "Bio", "nvitop", "sqlite3", "sklearn", "huggingface_hub"}
+
+def tell_and_end(*_, **__):
+    print(len(sys.modules), *sorted(HEAVY & sys.modules.keys()), flush=True)
+    os._exit(0)
+
+Pool.compute = tell_and_end
+LocalWorkers._make = lambda self, spec: Child("time", spec, self._inbox)
+main(sys.argv[1:])
+"""
+    words = ["predict", few_reads, "-o", tmp_path / "out", "--models", models]
+    words += ["--devices", "cpu:1", "--no-prefect", "--no-progress"]
+    process = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    count, *heavy = process.stdout.split()
+    assert int(count) > 0, process.stderr
+    assert heavy == [], "needed later, and takes long to import"
+
+
 @pytest.mark.parametrize("name", sorted(COMMAND_NAMES))
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_inside(capsys, name, "--help")

@@ -43,7 +43,8 @@ from virnuc_core.runfiles import (
     read_or_set_aside,
     write,
 )
-from virnuc_core.telemetry.log import journal, read_journal
+from virnuc_core.telemetry.journal import journal
+from virnuc_core.telemetry.log import read_journal
 
 SUMMARY = RunSummary(n_reads=7, wall_s=1e5, fates={"viral": 3, "others": 4}, warnings=("a – b",))
 SEAL = Seal("test 1")

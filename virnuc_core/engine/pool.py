@@ -92,6 +92,8 @@ class PooledJob:
     error: Exception | None = None  # the error that ends this job; other jobs go on
     # Is done when no worker has a shard of the job any more. `Pool.compute` waits for it.
     completion: Future[None] = field(default_factory=Future)
+    # Is set when the free workers have tasks of the job, and at its end.
+    is_begun: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_over(self) -> bool:
@@ -198,7 +200,12 @@ class Pool(AbstractContextManager["Pool"]):
         self._workers.__exit__()
 
     def compute(
-        self, tasks: Sequence[ShardTask], logs: Path, on_event: Callable[..., None]
+        self,
+        tasks: Sequence[ShardTask],
+        logs: Path,
+        on_event: Callable[..., None],
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> PooledJob:
         """Compute the shards of one job, and wait until all are committed.
 
@@ -211,6 +218,8 @@ class Pool(AbstractContextManager["Pool"]):
             logs: Folder for what workers write to standard error.
             on_event: Called with a `ShardDone` for each committed shard, and with a line of text
                 for each worker that died.
+            meanwhile: Called once in this thread, when the free workers have their tasks. It must
+                not raise an error.
 
         Returns:
             The job, with all shards committed.
@@ -223,6 +232,7 @@ class Pool(AbstractContextManager["Pool"]):
         run = tasks[0].run if tasks else ""
         shards = {task.shard for task in tasks}
         job = PooledJob(run, logs, on_event, remaining=shards, tasks=tasks)
+        job.completion.add_done_callback(lambda _: job.is_begun.set())
         if not tasks:
             return job  # there is nothing to compute
         with self._submit_lock:
@@ -230,6 +240,11 @@ class Pool(AbstractContextManager["Pool"]):
                 raise errors.VirnucError(process.INTERRUPTED)
             self._submitted.append(job)
         self._workers.wake()  # the pool's thread may be waiting for a message
+        if meanwhile is not None:
+            # Python runs one thread at a time. An import in this thread would delay the pool's
+            # thread, which has to pass on the tasks first.
+            job.is_begun.wait()
+            meanwhile()
         job.completion.result()  # waits, and raises the error that has ended the job
         return job
 
@@ -264,6 +279,8 @@ class Pool(AbstractContextManager["Pool"]):
         if self._todo or self._warm:
             self._start_workers()
             self._feed()
+        for job in self._jobs.values():
+            job.is_begun.set()
         received = self._workers.receive(TICK_S)
         if received is None:
             return

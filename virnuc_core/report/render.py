@@ -142,7 +142,7 @@ def report_body(report: Report) -> str:
 
 def sections_markdown(sections: list[Section]) -> str:
     """Return sections in Markdown, each with its heading."""
-    return fill_template("sections.md.j2", sections=sections)
+    return fill_template(SECTIONS_TEMPLATE, sections=sections)
 
 
 def benchmark_markdown(report: Report) -> str:
@@ -383,6 +383,9 @@ def _tiles(report: Report) -> list[Tile]:
 
 
 # --- Templates ------------------------------------------------------------------------------------
+
+
+SECTIONS_TEMPLATE: Final = "sections.md.j2"
 
 
 @cache

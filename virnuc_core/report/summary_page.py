@@ -26,7 +26,13 @@ from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.report.charts import Chart
 from virnuc_core.report.histogram import draw_histogram
-from virnuc_core.report.render import Tile, fill_template, sections_markdown
+from virnuc_core.report.render import (
+    SECTIONS_TEMPLATE,
+    Tile,
+    environment,
+    fill_template,
+    sections_markdown,
+)
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import Link, Number, cell
 from virnuc_core.rundir import RunDir, write_text_atomically
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 
 PAGE: Final = "summary.html"
 TEXT_PAGE: Final = "summary.md"
+PAGE_TEMPLATE: Final = "summary.html.j2"
 GENERATOR: Final = "virnuc"
 PIECE_READS: Final = 65_536  # reads that are held in memory together
 MAX_CONTIGS: Final = 20
@@ -123,6 +130,12 @@ class SummaryPage:
     first_sections: list[Section]  # before the charts
     charts: list[Chart]
     further_sections: list[Section]
+
+
+def load_templates() -> None:
+    """Compile the templates of the pages. This takes longer than filling them in."""
+    for name in (PAGE_TEMPLATE, SECTIONS_TEMPLATE):
+        environment().get_template(name)
 
 
 def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
@@ -403,7 +416,7 @@ def _write(folder: Path, page: SummaryPage) -> Path:
     sections = [*page.first_sections, *page.further_sections]
     headline = Section(page.title, sentences=[f"{page.headline}."])
     forms = {
-        PAGE: fill_template("summary.html.j2", page=page),
+        PAGE: fill_template(PAGE_TEMPLATE, page=page),
         TEXT_PAGE: sections_markdown([headline, *sections]).lstrip("\n"),
     }
     for name, form in forms.items():

@@ -5,32 +5,30 @@ every column of every table. The JSON lists at most `JSON_BATCHES` batches, even
 so; the HDF5 file has all.
 """
 
-import hashlib
 import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
 import h5py
 import numpy as np
 import pandas as pd
-from pydantic import TypeAdapter
 
-from virnuc_core.checked_files import SEAL_BYTES, Match, Seal, compare_text, open_checked_hdf5
+from virnuc_core.checked_files import SEAL_BYTES, Seal, open_checked_hdf5
 from virnuc_core.encoder_names import ENCODER_NAMES, EncoderName
 from virnuc_core.errors import InputError
-from virnuc_core.lease import make_folder
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
-from virnuc_core.safe_files import open_to_write, read_dataset, read_file
+from virnuc_core.safe_files import read_dataset, read_file
 from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry import statistics
+from virnuc_core.telemetry.journal import JournalRecord, parse_line
 from virnuc_core.telemetry.starvation import Starvation, starvation
 from virnuc_core.telemetry.tables import (
     COLUMN_NAMES,
@@ -47,7 +45,6 @@ log = logging.getLogger(__name__)
 TELEMETRY_SEAL: Final = Seal("telemetry 1", is_optional=True)
 JSON_BATCHES: Final = 20_000
 MAX_JOURNAL_BYTES: Final = 2 << 30  # a day of measurements on 8 devices has some 50 MB
-LINE_DIGEST_LETTERS: Final = 16  # of the SHA-256 at the end of a line of a journal
 JSON_DIGITS: Final = 7  # of a number of a batch
 MIN_COMPRESSED_ROWS: Final = 65  # shorter columns take less space as they are
 STAGE_NAME_TYPE: Final = "S64"
@@ -65,10 +62,6 @@ TEXT_STAGE_COLUMNS: Final = ("name", "fused_into")  # the others are numbers
 
 Numbers = dict[str, float | None]
 TableName = Literal["batches", "samples", "host", "shards", "stages"]
-
-# A line of a journal. A text is the start of the attempt, and after that a worker's death.
-JournalRecord = ShardDone | DeviceSample | HostSample | str
-JOURNAL_RECORD: Final = TypeAdapter[JournalRecord](JournalRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,76 +146,6 @@ def _percent(share: float | None) -> float | None:
     return 100.0 * share
 
 
-@contextmanager
-def journal(
-    path: Path, origin_s: float, started: datetime, devices: Sequence[str]
-) -> Iterator["JournalWriter"]:
-    """Open the journal of an attempt: a file that keeps its measurements even if it is killed.
-
-    An attempt is one start of the command on a run directory. The first line of its journal has
-    the start of the attempt and its devices. Then each sample, each committed shard and each
-    death of a worker adds a line at once.
-
-    Args:
-        path: The file. An earlier journal is replaced.
-        origin_s: `time.monotonic()` at the start of the attempt.
-        started: The wall clock at the same moment.
-        devices: The devices of the attempt.
-
-    Yields:
-        The object that adds records to the journal.
-    """
-    make_folder(path.parent)
-    with open_to_write(path, buffering=0) as file:  # each line is written at once
-        writer = JournalWriter(file)
-        writer(json.dumps([origin_s, started.isoformat(), *devices]))
-        yield writer
-
-
-class JournalWriter:
-    """Adds records to the journal of an attempt. Call it with one or more records.
-
-    An error of the disk does not stop the run here, because the next commit meets it as well.
-
-    Attributes:
-        error: The first error of the disk, or `None`.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        """Write to an open file without a buffer."""
-        self._file = file
-        self.error: OSError | None = None
-
-    def __call__(self, *records: JournalRecord) -> None:
-        """Add a line for each record. If the disk fails, keep its first error in `error`."""
-        lines = [_line_with_digest(JOURNAL_RECORD.dump_json(record)) for record in records]
-        try:
-            self._file.write(b"".join(lines))
-        except OSError as error:
-            self.error = self.error or error
-
-
-def _line_with_digest(text: bytes) -> bytes:
-    """Return a line of a journal: the text, a TAB, and the beginning of the text's SHA-256."""
-    digest = hashlib.sha256(text).hexdigest()[:LINE_DIGEST_LETTERS]
-    return text + b"\t" + digest.encode() + b"\n"
-
-
-def _parse_line(line: bytes) -> JournalRecord:
-    """Return the record in a line of a journal, if the line is as it was written.
-
-    Lines of older versions have no digest.
-
-    Raises:
-        ValueError: The line was cut off or changed.
-    """
-    text, has_digest, digest = line.partition(b"\t")
-    recorded = digest.decode("ascii", "replace") if has_digest else None
-    if compare_text(text, recorded, LINE_DIGEST_LETTERS) is Match.CHANGED:
-        raise ValueError("was changed after it was written")
-    return JOURNAL_RECORD.validate_json(text)
-
-
 @dataclass(frozen=True, slots=True)
 class Journal:
     """What the journal of an attempt recorded."""
@@ -279,11 +202,11 @@ def read_journal(path: Path, root: Path | None = None) -> Journal | None:
     n_damaged = 0
     for line in whole_lines:
         try:
-            lines.add(_parse_line(line))
+            lines.add(parse_line(line))
         except ValueError:
             n_damaged += 1
     with suppress(ValueError):  # it has no end, so it was probably cut off
-        lines.add(_parse_line(last_line))
+        lines.add(parse_line(last_line))
     if n_damaged:
         log.warning("%s: %d lines are damaged; their measurements are left out", path, n_damaged)
     if not lines.texts:

@@ -22,7 +22,8 @@ from virnuc_core.report.model import RunMetrics
 from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, read_record
-from virnuc_core.telemetry.log import Telemetry, journal, latest, read_telemetry
+from virnuc_core.telemetry.journal import journal
+from virnuc_core.telemetry.log import Telemetry, latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
 from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import psutil
 import pytest
@@ -17,7 +18,10 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import (
+    Child,
+    Inbox,
     LocalWorkers,
+    Message,
     WorkerSpec,
     end_all_children,
     worker_specs,
@@ -229,3 +233,71 @@ def test_nobody_waits_for_a_pool_whose_workers_cannot_be_ended(
         assert isinstance(computing.exception(timeout=30), OSError)
         with pytest.raises(VirnucError, match="interrupted"):
             pool.compute([task], tmp_path, lambda _: None)
+
+
+class _DeafWorker(Child):
+    """A worker without a process that takes tasks and never answers."""
+
+    def __init__(self, spec: WorkerSpec, inbox: Inbox) -> None:
+        self._set_common_attributes(spec, inbox)
+        self.pid = 0
+        self.taken: list[Message] = []
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    def send(self, message: Message) -> None:
+        self.taken.append(message)
+
+    def end(self, grace_s: float = 0.0) -> int:
+        self._forget()
+        return 0
+
+
+def test_what_is_loaded_meanwhile_does_not_delay_the_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
+    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
+    task = ShardTask(
+        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
+    )
+    workers = LocalWorkers("none")
+    worker = _DeafWorker(spec, workers._inbox)
+    monkeypatch.setattr(workers, "_make", lambda _: worker)
+    taken_before: Queue[list[Message]] = Queue()
+    with ThreadPoolExecutor(1) as threads, Pool([spec], workers) as pool:
+        computing = threads.submit(
+            pool.compute,
+            [task],
+            tmp_path,
+            lambda _: None,
+            meanwhile=lambda: taken_before.put(list(worker.taken)),
+        )
+        taken = taken_before.get(timeout=30)
+        assert any(isinstance(message, ShardTask) for message in taken)
+        assert not computing.done()
+    with pytest.raises(VirnucError, match="interrupted"):
+        computing.result()
+
+
+def test_a_job_without_any_worker_ends_although_something_is_to_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
+    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
+    task = ShardTask(
+        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
+    )
+
+    def refuse(_: WorkerSpec) -> Child:
+        raise OSError("no process can be started")
+
+    workers = LocalWorkers("none")
+    monkeypatch.setattr(workers, "_make", refuse)
+    with ThreadPoolExecutor(1) as threads, Pool([spec], workers) as pool:
+        computing = threads.submit(
+            pool.compute, [task], tmp_path, lambda _: None, meanwhile=lambda: None
+        )
+        assert isinstance(computing.exception(timeout=30), OSError)
