@@ -5,7 +5,8 @@ workers one by one, so that a slow device takes fewer. A worker that dies is rep
 shards that it had are sent to another one. A worker that makes no progress for too long is killed.
 
 If workers die at the same shard repeatedly, the pool searches for the row that kills them
-(`poison_rows`). That row is left out, and so are a few rows whose results are not finite. A device
+(`poison_rows`). That row is left out, and so are a few rows whose results are not finite. If it is
+not clear at which of several shards a worker died, each of them is computed alone. A device
 that runs out of memory gets the shard again with half the token budget. Errors of reads, weights,
 settings and devices stop the run.
 """
@@ -26,7 +27,7 @@ from virnuc_core import errors
 from virnuc_core.engine import process
 from virnuc_core.engine.poison_rows import Probes, bisect_poison_rows
 from virnuc_core.engine.process import WorkerSpec
-from virnuc_core.engine.shards import Computed, ShardTask
+from virnuc_core.engine.shards import Computed, ShardTask, Waiting
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class WorkerSlot:
     # What the present worker reported when it was ready to compute. None before that.
     ready_record: dict[str, Any] | None = None
     tasks: deque[ShardTask] = field(default_factory=deque)  # sent and not answered, oldest first
+    # Of the oldest of these, how many are computed and wait for later ones (`Waiting`).
+    n_waiting: int = 0
     unready_deaths: int = 0  # workers in a row that died before they were ready
     # (run, shard) of the shards at which the device ran out of memory
     oom_shards: set[tuple[str, int]] = field(default_factory=set)
@@ -88,6 +91,8 @@ class PooledJob:
     # By shard: the scores of a run without commits, see `shards.scores_from_texts`
     scores: dict[int, str] = field(default_factory=dict)
     deaths_at_shard: Counter[int] = field(default_factory=Counter)  # workers that died there
+    # Shards one of which has ended a worker, without it being known which one.
+    possible_causes: set[int] = field(default_factory=set)
     searches: dict[int, Probes] = field(default_factory=dict)  # by shard: the search for bad rows
     error: Exception | None = None  # the error that ends this job; other jobs go on
     # Is done when no worker has a shard of the job any more. `Pool.compute` waits for it.
@@ -109,6 +114,16 @@ class WorkerDeath:
     status: int  # exit status
     tasks: tuple[ShardTask, ...]  # tasks that it had not answered, oldest first
     was_ready: bool  # it had loaded the weights
+    n_waiting: int = 0  # of the oldest tasks, those that were computed and waited for later ones
+
+    @property
+    def has_several_possible_causes(self) -> bool:
+        """Return true if the worker may have died at any of its tasks.
+
+        Rows of the shards that wait are computed again in one batch, with rows of the next shard.
+        A worker without shards that wait is taken to have died at its oldest task.
+        """
+        return self.n_waiting > 0 and len(self.tasks) > 1
 
     @property
     def out_of_memory(self) -> bool:
@@ -376,9 +391,11 @@ class Pool(AbstractContextManager["Pool"]):
 
         Args:
             slot: The slot of the worker.
-            max_tasks: How many unanswered tasks the worker may have, with the next one.
+            max_tasks: How many unanswered tasks the worker may have, with the next one. Those that
+                are computed and wait for later ones do not count.
         """
-        if not self._todo or slot.worker is None or len(slot.tasks) >= max_tasks:
+        n_to_compute = len(slot.tasks) - slot.n_waiting
+        if not self._todo or slot.worker is None or n_to_compute >= max_tasks:
             return False
         if not slot.tasks:
             return True
@@ -389,10 +406,12 @@ class Pool(AbstractContextManager["Pool"]):
     def _is_suspect(self, task: ShardTask) -> bool:
         """Return true if this task may kill its worker.
 
-        That is the case if workers have died at its shard, or if it is a probe: a part of a shard
-        that is computed in search of the row that kills workers.
+        That is the case if workers have died at its shard, or may have done so, or if it is a
+        probe: a part of a shard that is computed in search of the row that kills workers.
         """
-        return task.is_probe or self._jobs[task.run].deaths_at_shard[task.shard] > 0
+        job = self._jobs[task.run]
+        has_killed = job.deaths_at_shard[task.shard] > 0
+        return task.is_probe or has_killed or task.shard in job.possible_causes
 
     def _send_next(self, slot: WorkerSlot) -> None:
         """Send the next task in the queue to a worker, and note it in the worker's slot.
@@ -465,6 +484,8 @@ class Pool(AbstractContextManager["Pool"]):
         match message:
             case process.Ready():
                 self._handle_ready(slot, worker, message)
+            case Waiting():
+                slot.n_waiting += 1
             case Computed():
                 self._handle_computed(slot, message)
             case process.Failed():
@@ -505,6 +526,7 @@ class Pool(AbstractContextManager["Pool"]):
         next probe that it gives is sent before all other tasks.
         """
         task = slot.tasks.popleft()
+        slot.n_waiting = max(0, slot.n_waiting - 1)  # the oldest tasks are those that wait
         self._choose_log(slot)
         job = self._jobs[task.run]
         if job.error is not None:
@@ -535,6 +557,7 @@ class Pool(AbstractContextManager["Pool"]):
             job.reduced_budgets[task.shard] = task.budget_divisor
         # The shard is no suspect any more.
         job.deaths_at_shard.pop(task.shard, None)
+        job.possible_causes.discard(task.shard)
         job.remaining.discard(task.shard)
         job.on_event(done)
         # `skipped` also counts the rows that the task itself told the worker to leave out.
@@ -573,9 +596,10 @@ class Pool(AbstractContextManager["Pool"]):
         # Its output has ended, but the process, or others that it has started, may still exist.
         status = worker.end(grace_s=0.5)
         was_ready = slot.ready_record is not None
-        death = WorkerDeath(worker, status, tuple(slot.tasks), was_ready)
+        death = WorkerDeath(worker, status, tuple(slot.tasks), was_ready, slot.n_waiting)
         slot.worker = None
         slot.tasks = deque()
+        slot.n_waiting = 0
         if self._workers.cancelled:
             raise errors.WorkerError(process.INTERRUPTED)
         if worker.node_lost:
@@ -592,9 +616,14 @@ class Pool(AbstractContextManager["Pool"]):
         self._todo.extendleft(reversed(tasks))
         if worker.node_lost:
             return  # the worker is not to blame
+        if was_ready and death.has_several_possible_causes and not death.out_of_memory:
+            # No shard is charged with this death. From now on each is computed alone, so that the
+            # next death there has one cause.
+            for task in tasks:
+                self._jobs[task.run].possible_causes.add(task.shard)
         # The worker computed its oldest task when it died, and that task may be the cause. If it
         # was put back into the queue, it is the first task there, and is replaced by another one.
-        if was_ready and tasks and tasks[0] is death.tasks[0]:
+        elif was_ready and tasks and tasks[0] is death.tasks[0]:
             first_task = tasks[0]
             self._todo[0] = self._task_after_death(
                 first_task,
@@ -728,6 +757,7 @@ class Pool(AbstractContextManager["Pool"]):
         for slot in self._slots:
             slot.worker = None
             slot.tasks = deque()
+            slot.n_waiting = 0
             slot.unready_deaths = 0
 
 

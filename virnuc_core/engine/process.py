@@ -649,12 +649,13 @@ class Parent:
     def peek(self) -> Message | None:
         """Return the next message without removing it. Return None if no message waits.
 
-        No other thread may call `receive` at the same time, because it could remove the message
-        between the two steps of this function.
+        If another thread calls `receive` at the same time, it may receive that message.
         """
-        if not self._lines.queue:
+        try:
+            next_line = self._lines.queue[0]
+        except IndexError:
             return None
-        return Message.of(self._lines.queue[0])
+        return Message.of(next_line)
 
     def send(self, message: Message) -> None:
         """Send a message to the parent. If the parent is gone, this process ends."""

@@ -160,6 +160,14 @@ class ShardTask(Message):
     is_probe: bool = False  # compute and answer, but commit nothing
 
 
+class Waiting(Message):
+    """A worker says that one more of its shards is computed, but cannot be committed yet.
+
+    Sequences of the shard wait until sequences of later shards fill a batch. The worker can take
+    another task meanwhile. The oldest of its unanswered tasks are those that wait.
+    """
+
+
 class Computed(Message):
     """A worker's answer to a `ShardTask`: the shard is on disk.
 

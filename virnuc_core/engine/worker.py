@@ -2,7 +2,8 @@
 
 The parent process sends a `WorkerSpec` (device and models), then any number of `ShardTask`s of any
 runs, then `Closed`. Tasks may come much later than the specification; the worker loads the weights
-meanwhile. The worker answers with `Ready`, one `Computed` for each task, or `Failed`.
+meanwhile. The worker answers with `Ready`, one `Computed` for each task, in their order, or
+`Failed`. `Waiting` says that a task will be answered after a later one is computed.
 
 Three threads work side by side, so that the device never waits: one loads and packs the next
 batches, one launches batches on the device, one writes finished shards to the disk.
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ from virnuc_core.engine.shards import (
     Computed,
     ShardResult,
     ShardTask,
+    Waiting,
     commit,
     read_plan,
     repeats_near_threshold,
@@ -68,11 +70,19 @@ from virnuc_core.runfiles import find_mismatches
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 if TYPE_CHECKING:
-    from virnuc_core.engine.repeats import Repeater
+    from virnuc_core.engine.repeats import RepeatedShard, Repeater
 
 # Finished shards that may wait for the disk. With more, the launch loop waits, because each holds
 # up to a gigabyte of memory.
 MAX_PENDING_COMMITS: Final = 2
+# Computed shards of an int8 run that may wait until their rows near the threshold fill batches.
+# Usually one waits. More do if few rows are near the threshold, or if rows of some length are rare.
+# If the worker is killed, they are computed again, so that a long wait would cost more than the
+# padding that it saves.
+MAX_WAITING_SHARDS: Final = 6
+# Bytes of results that these shards may have together. A shard has 42 MB with the usual settings,
+# and up to a gigabyte with the largest ones. The rows of a large shard fill many batches anyway.
+MAX_WAITING_BYTES: Final = 1 << 30
 # Seconds that a worker has after SIGTERM to commit what it has launched. The parent sends SIGKILL a
 # second later.
 TERM_GRACE_S: Final = 3.5
@@ -148,6 +158,17 @@ class Pending:
     copied: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingShard:
+    """A computed shard in int8, between its last batch and its commit.
+
+    Some of its rows are embedded again in fp16, in batches with rows of other shards.
+    """
+
+    pending: Pending
+    repeated: "RepeatedShard"
+
+
 class Worker:
     """The state of a worker process: models, device, tasks at hand, finished shards.
 
@@ -173,9 +194,13 @@ class Worker:
         self._spec = spec
         self._recording = recording
         self._last_progress_s = time.monotonic()
-        # Numbers of the shards that were received and not answered, oldest first.
-        self._unanswered_shards: deque[int] = deque()
-        self._stopping = threading.Event()
+        # The tasks that were received and not answered, oldest first.
+        self._unanswered_tasks: deque[ShardTask] = deque()
+        # Shards whose rows near the threshold are embedded again with those of later shards, oldest
+        # first. Only the committing thread uses it. They are the oldest tasks without an answer.
+        self._waiting: deque[WaitingShard] = deque()
+        self._stopping = threading.Event()  # take no more tasks
+        self._in_haste = threading.Event()  # the process will be ended in a few seconds
         # Finished shards for the thread that commits them. None tells that thread to end.
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=MAX_PENDING_COMMITS)
 
@@ -185,7 +210,7 @@ class Worker:
             The heartbeats send this to the parent, which ends a worker without progress. Without a
             task (it loads the models, or it waits) the answer is "now", so that it is not ended.
             """
-            return self._last_progress_s if self._unanswered_shards else time.monotonic()
+            return self._last_progress_s if self._unanswered_tasks else time.monotonic()
 
         parent.progress = last_progress_s
         signal.signal(signal.SIGTERM, self._terminate)
@@ -195,6 +220,7 @@ class Worker:
 
         Shards that are computed within this time are still committed.
         """
+        self._in_haste.set()
         self._stopping.set()
         # 143 is the exit status of a process that SIGTERM ended (128 + 15).
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
@@ -208,7 +234,7 @@ class Worker:
             message = self._parent.receive(POLL_S)
             if isinstance(message, ShardTask):
                 self._last_progress_s = time.monotonic()
-                self._unanswered_shards.append(message.shard)
+                self._unanswered_tasks.append(message)
                 return message
             if message is not None:
                 # The only other message is `Closed`: no more tasks will come.
@@ -552,18 +578,133 @@ class Worker:
         After an error the whole process ends, with a message to the parent.
         """
         try:
-            while (pending := self._writes.get()) is not None:
-                self._commit(pending)
+            if self._repeater is None:
+                while (pending := self._writes.get()) is not None:
+                    self._commit(pending, _wait_for_result(pending))
+            else:
+                self._write_with_repeats(self._repeater)
         except Exception as error:  # noqa: BLE001 - the parent must learn of every error
             # The launch loop cannot report the error. It may be waiting for a task that the parent
             # sends only after an answer to this one.
             self._parent.give_up(error)
 
-    def _commit(self, pending: Pending) -> None:
+    def _write_with_repeats(self, repeater: "Repeater") -> None:
+        """Commit finished shards of an int8 run until None comes.
+
+        The rows near the threshold are embedded again before that. A shard waits until all of its
+        rows had room in a full batch, or until no shard follows whose rows can fill the batch.
+
+        Args:
+            repeater: Embeds the rows again.
+        """
+        while True:
+            # Without a shard that waits, nothing has to be done before the next one comes.
+            timeout_s = POLL_S if self._waiting else None
+            try:
+                pending = self._writes.get(timeout=timeout_s)
+            except queue.Empty:
+                if not self._is_next_shard_awaited():
+                    self._finish_waiting(repeater)
+                continue
+            if pending is None or not self._can_join_waiting(pending.task):
+                self._finish_waiting(repeater)
+            if pending is None:
+                return
+            self._add_waiting(pending, repeater)
+
+    def _add_waiting(self, pending: Pending, repeater: "Repeater") -> None:
+        """Embed rows of a shard again, as far as they fill batches, and commit what is complete.
+
+        Args:
+            pending: The shard, which may share batches with those that wait already.
+            repeater: Embeds the rows again.
+        """
+        result = _wait_for_result(pending)
+        self._waiting.append(WaitingShard(pending, repeater.add(result, pending.task)))
+        while repeater.embed_full_batch():
+            self._last_progress_s = time.monotonic()
+        self._commit_complete(repeater)
+        while not is_waiting_allowed(self._waiting):
+            self._complete_oldest(repeater)
+            self._commit_complete(repeater)
+        if not self._is_next_shard_awaited():
+            self._finish_waiting(repeater)
+        if self._waiting:
+            # The parent may send another task, so that the device has work while this one waits.
+            self._parent.send(Waiting())
+
+    def _can_join_waiting(self, task: ShardTask) -> bool:
+        """Return true if rows of this task may be in one batch with rows of the shards that wait.
+
+        All shards that wait are of one run, so that an error in such a batch belongs to this run.
+        Their batches have the same size.
+        """
+        if not self._waiting:
+            return True
+        waiting_task = self._waiting[0].pending.task
+        is_same_run = task.run == waiting_task.run
+        return is_same_run and task.budget_divisor == waiting_task.budget_divisor
+
+    def _is_next_shard_awaited(self) -> bool:
+        """Return true if a further shard comes whose rows can fill a batch of those that wait.
+
+        The shard is being computed, or its task is here. If the worker is about to be ended, the
+        shards that wait must not wait for it.
+        """
+        if self._in_haste.is_set():
+            return False
+        # A copy, because the feeder adds tasks at the same time.
+        unanswered_tasks = tuple(self._unanswered_tasks)
+        next_tasks: list[object] = list(unanswered_tasks[len(self._waiting) :])
+        next_tasks.append(self._parent.peek())
+        next_task = next_tasks[0]
+        return isinstance(next_task, ShardTask) and self._can_join_waiting(next_task)
+
+    def _complete_oldest(self, repeater: "Repeater") -> None:
+        """Embed all rows of the oldest shard that waits again, also in batches that are not full.
+
+        Args:
+            repeater: Embeds the rows again.
+        """
+        shard = self._waiting[0].repeated
+        while shard.n_left:
+            repeater.embed_batch_of(shard)
+            self._last_progress_s = time.monotonic()
+
+    def _finish_waiting(self, repeater: "Repeater") -> None:
+        """Commit all shards that wait, after embedding their rows again.
+
+        Args:
+            repeater: Embeds the rows again.
+        """
+        while self._waiting:
+            self._complete_oldest(repeater)
+            self._commit_complete(repeater)
+
+    def _commit_complete(self, repeater: "Repeater") -> None:
+        """Commit the shards that wait for no row, up to the first one that does.
+
+        Tasks are answered in their order, so that a shard also waits for those before it.
+
+        Args:
+            repeater: Computes the scores of the rows that were embedded again.
+        """
+        while self._waiting and self._waiting[0].repeated.n_left == 0:
+            # It waits no more: an error in its commit is reported for the oldest task.
+            shard = self._waiting.popleft()
+            n_repeated = repeater.finish(shard.repeated, self._models.head)
+            self._commit(shard.pending, shard.repeated.result, n_repeated)
+
+    def _commit(self, pending: Pending, result: ShardResult, n_repeated: int = 0) -> None:
         """Write the file of a computed shard, and answer its task.
 
         A probe is answered without writing anything. With the setting `commit` off no file is
         written either, and the answer holds the scores.
+
+        Args:
+            pending: The shard.
+            result: Its results.
+            n_repeated: Rows near the threshold that were embedded again, in fp16.
 
         Raises:
             NotFiniteError: Too many rows are not finite.
@@ -572,14 +713,7 @@ class Worker:
             StorageError: The disk is full, or fails.
             ConfigError: The run directory was renamed or removed.
         """
-        if pending.copied is not None:
-            pending.copied.synchronize()  # wait until the results are on the host
-        assert pending.scores is not None
         task = pending.task
-        result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
-        n_repeated = 0  # rows near the threshold that were embedded again, in fp16
-        if self._repeater is not None:
-            n_repeated = self._repeater.repeat(result, task, self._models.head)
         finished_s = time.monotonic()
         if task.is_probe:
             self._answer(Computed(done=None))
@@ -710,8 +844,26 @@ class Worker:
 
     def _answer(self, computed: Computed) -> None:
         """Tell the parent that the oldest task is done."""
-        self._unanswered_shards.popleft()
+        self._unanswered_tasks.popleft()
         self._parent.send(computed)
+
+
+def _wait_for_result(pending: Pending) -> ShardResult:
+    """Return the results of a shard, all batches of which are launched. Wait until it has them."""
+    if pending.copied is not None:
+        pending.copied.synchronize()  # wait until the results are on the host
+    assert pending.scores is not None
+    return ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
+
+
+def is_waiting_allowed(shards: Collection[WaitingShard]) -> bool:
+    """Return true if so many computed shards may wait.
+
+    Args:
+        shards: The shards, with their results in memory.
+    """
+    n_bytes = sum(shard.repeated.result.embeddings.nbytes for shard in shards)
+    return len(shards) <= MAX_WAITING_SHARDS and n_bytes <= MAX_WAITING_BYTES
 
 
 def _source_of(task: ShardTask, models: str | Path) -> Source:

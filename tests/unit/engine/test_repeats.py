@@ -32,7 +32,7 @@ from virnuc_core.engine.loader import TokenRows, packed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Closed, LocalWorkers, Message, WorkerSpec, worker_specs
 from virnuc_core.engine.remote_node import on_our_clock
-from virnuc_core.engine.repeats import NEAR_DISTANCE, Repeater
+from virnuc_core.engine.repeats import NEAR_DISTANCE, RepeatedShard, Repeater
 from virnuc_core.engine.shards import Computed, ShardPlan, ShardResult, ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import RunMismatchError
@@ -65,6 +65,24 @@ from virnuc_core.engine import worker
 precision.resolve_precision = lambda asked, device: asked
 work = worker.work
 """
+# the same, but that the first worker is killed as soon as a shard of it waits
+STRUCK_ON_CPU = (
+    ON_CPU
+    + """
+import os
+from pathlib import Path
+from virnuc_core.engine.process import Parent
+from virnuc_core.engine.shards import Waiting
+send = Parent.send
+def send_and_die(parent, message):
+    send(parent, message)
+    struck = Path(__file__).with_suffix(".struck")
+    if isinstance(message, Waiting) and not struck.exists():
+        struck.touch()
+        os.kill(os.getpid(), 9)
+Parent.send = send_and_die
+"""
+)
 
 Staged = tuple[Path, StageSummary]
 Compute = Callable[..., list[Computed]]
@@ -134,7 +152,9 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
             raise error
 
         parent = SimpleNamespace(
-            started_s=0.0, receive=lambda _: messages.popleft(), peek=lambda: messages[0]
+            started_s=0.0,
+            receive=lambda _: messages.popleft(),
+            peek=lambda: messages[0] if messages else None,
         )
         parent.send, parent.give_up = answers.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")
@@ -259,13 +279,13 @@ def test_skipped_rows_stay_skipped_and_a_probe_commits_nothing(
     compute: Compute,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked_at, repeat = list[ShardTask](), Repeater.repeat
+    looked_at, add = list[ShardTask](), Repeater.add
 
-    def noted(it: Repeater, result: ShardResult, task: ShardTask, head: Head) -> int:
+    def noted(it: Repeater, result: ShardResult, task: ShardTask) -> RepeatedShard:
         looked_at.append(task)
-        return repeat(it, result, task, head)
+        return add(it, result, task)
 
-    monkeypatch.setattr(Repeater, "repeat", noted)
+    monkeypatch.setattr(Repeater, "add", noted)
     whole_run, parted_run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
     compute(models, [task_of(whole_run, staged, plan, 1)])
     full_shard, lo = shards.read_shard(whole_run, plan, 1), plan.range(1)[0]
@@ -322,6 +342,49 @@ def test_every_batch_has_one_shape_however_many_rows_are_near(
     assert len(uniques["int8"]) > 2
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_rows_of_several_shards_share_batches_and_the_files_are_those_of_shards_alone(
+    tmp_path: Path,
+    models: Path,
+    staged: Staged,
+    compute: Compute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches, embed = list[PackedBatch](), Esm2.embed
+
+    def noted(it: Esm2, batch: PackedBatch) -> torch.Tensor:
+        if it.precision == "fp16":
+            batches.append(batch)
+        return embed(it, batch)
+
+    monkeypatch.setattr(Esm2, "embed", noted)
+    engine = EIGHT.model_copy(update={"token_budget": 1024, "dna_token_budget": 1024})
+    slots = 256
+    small_shards = ShardPlan(bounds=tuple(range(0, 145, 16)), fingerprint="small shards")
+    numbers = range(len(small_shards))
+    # shards of different runs do not wait for each other
+    runs = [RunDir(tmp_path / f"alone-{shard}") for shard in numbers]
+    tasks = [task_of(runs[shard], staged, small_shards, shard) for shard in numbers]
+    answers_alone = compute(models, tasks, engine)
+    n_alone, tokens = len(batches), sum(batch.real_tokens for batch in batches)
+    batches.clear()
+    run = RunDir(tmp_path / "together")
+    answers = compute(
+        models, [task_of(run, staged, small_shards, shard) for shard in numbers], engine
+    )
+    for shard in numbers:
+        expected = shards.shard_path(runs[shard], shard).read_bytes()
+        assert shards.shard_path(run, shard).read_bytes() == expected, shard
+    assert [answer.done.shard for answer in answers if answer.done] == [*numbers]
+    assert [one.n_repeated for one in answers] == [one.n_repeated for one in answers_alone]
+    assert {batch.slots for batch in batches} == {slots}
+    assert sum(batch.real_tokens for batch in batches) == tokens, "each row once"
+    n_groups = len({batch.max_seqlen for batch in batches})
+    most_empty = 64  # tokens of the rows of one group, which did not fit any more
+    assert len(batches) <= n_groups + tokens / (slots - most_empty)
+    assert len(batches) < n_alone
+
+
 def test_the_threshold_decides_results_of_int8_and_of_nothing_else() -> None:
     offsets = np.arange(10) * 30
     plain, at_half, at_more = (
@@ -363,9 +426,9 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
     monkeypatch.setattr(pipeline, "resolve_engine", lambda engine, kind: engine)
     one_core = Devices.parse("cpu:1")
 
-    def run(name: str, weights: Path, threshold: float) -> Any:
+    def run(name: str, weights: Path, threshold: float, program: str = "int8_on_cpu") -> Any:
         specs = worker_specs(weights, resolve(one_core), EIGHT)
-        with Pool(specs, LocalWorkers("int8_on_cpu")) as pool:
+        with Pool(specs, LocalWorkers(program)) as pool:
             options: dict[str, Any] = {"engine": EIGHT, "threshold": threshold, "pool": pool}
             return classify_store(tmp_path / name, staged, weights, one_core, **options)
 
@@ -386,6 +449,12 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
         run("run", models, THRESHOLD)
     assert run("run", models, OTHER).rows_repeated == summary.rows_repeated
     assert result_bytes(tmp_path / "run") == bytes_before
+    # a shard that waits is lost with its worker, and computed again
+    (tmp_path / "struck_on_cpu.py").write_text(STRUCK_ON_CPU)
+    struck = run("struck", models, OTHER, "struck_on_cpu")
+    assert struck.restarts == 1
+    assert struck.rows_repeated == summary.rows_repeated
+    assert result_bytes(tmp_path / "struck") == bytes_before
     assert run("plain", undecided, THRESHOLD).threshold == THRESHOLD, (
         "no score depends on it: it is judged anew"
     )

@@ -20,8 +20,8 @@ from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.engine.loader import Source, pack, tokenise
 from virnuc_core.engine.process import Closed, Message
-from virnuc_core.engine.shards import Computed, ShardTask
-from virnuc_core.engine.worker import Worker
+from virnuc_core.engine.shards import Computed, ShardResult, ShardTask
+from virnuc_core.engine.worker import MAX_WAITING_SHARDS, Worker, is_waiting_allowed
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 
@@ -47,6 +47,43 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     worker._answer(Computed(done=None))
     assert answers == [Computed(done=None)]
     assert parent.progress() > told_s
+
+
+def test_a_shard_waits_only_for_one_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    same_run = TASK.model_copy(update={"shard": 4})
+    other_run = TASK.model_copy(update={"run": "another"})
+    smaller_batches = TASK.model_copy(update={"budget_divisor": 2})
+    for here, in_the_pipe, is_awaited in (
+        ([], None, False),
+        ([], Closed(), False),
+        ([], same_run, True),
+        ([], other_run, False),
+        ([same_run], None, True),
+        ([same_run], other_run, True),
+        ([other_run], same_run, False),
+        ([smaller_batches], same_run, False),
+    ):
+        parent: Any = SimpleNamespace(peek=lambda message=in_the_pipe: message)
+        worker: Any = Worker(parent, None)  # type: ignore[arg-type]
+        worker._waiting.append(SimpleNamespace(pending=SimpleNamespace(task=TASK)))
+        worker._unanswered_tasks.extend([TASK, *here])
+        assert worker._is_next_shard_awaited() == is_awaited, (here, in_the_pipe)
+        worker._in_haste.set()
+        assert not worker._is_next_shard_awaited(), "a worker that is stopped commits what it has"
+
+
+def test_waiting_shards_hold_little_memory() -> None:
+    def shards_of(n_shards: int, n_rows: int) -> Any:
+        result = ShardResult(np.empty((n_rows, 0), np.float32), np.empty((n_rows, 2), np.float32))
+        result = result._replace(embeddings=np.broadcast_to(np.float32(0), (n_rows, 3328)))
+        repeated = SimpleNamespace(result=result)
+        return [SimpleNamespace(repeated=repeated) for _ in range(n_shards)]
+
+    assert is_waiting_allowed(shards_of(MAX_WAITING_SHARDS, 3_150)), "of the usual size"
+    assert not is_waiting_allowed(shards_of(MAX_WAITING_SHARDS + 1, 10))
+    assert is_waiting_allowed(shards_of(1, 70_000))
+    assert not is_waiting_allowed(shards_of(2, 70_000))
 
 
 def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(

@@ -1,0 +1,186 @@
+"""Rows that are embedded again wait for rows of later shards, so that batches are full."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine.loader import TokenRows, group_bounds, pack, row_capacity
+from virnuc_core.engine.pool import Pool, PooledJob
+from virnuc_core.engine.process import LocalWorkers, WorkerSpec
+from virnuc_core.engine.repeats import QueuedRow, RepeatedShard, RowQueue
+from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, Waiting
+from virnuc_core.runfiles import Device
+from virnuc_core.telemetry.tables import ShardDone
+
+SLOTS = 4096
+NO_RESULT = ShardResult(np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
+
+
+def add_shard(queue: RowQueue, lengths: list[int]) -> RepeatedShard:
+    """Queue rows of these lengths; the tokens of each are its own position."""
+    rows = np.arange(len(lengths))
+    shard = RepeatedShard(NO_RESULT, rows, len(rows))
+    queue.add(shard, TokenRows(np.repeat(rows, lengths), np.cumsum([0, *lengths])))
+    return shard
+
+
+def run_all(shards: list[list[int]], slots: int) -> list[list[QueuedRow]]:
+    """Return the batches of some shards, which come one after the other."""
+    queue = RowQueue()
+    batches = []
+    added = []
+    for lengths in shards:
+        added.append(add_shard(queue, lengths))
+        while rows := queue.take_full_batch(slots):
+            batches.append(rows)
+    for shard in added:
+        while rows := queue.take_batch_of(shard, slots):
+            batches.append(rows)
+    assert len(queue) == 0
+    return batches
+
+
+@pytest.mark.parametrize("longest", [52, 102])
+def test_padding_falls_from_a_fifth_to_a_twentieth(longest: int) -> None:
+    """As in a run of 1 M reads, where the rows near the threshold of a shard fill 2.4 batches."""
+    generator = np.random.default_rng(1)
+    shards = []
+    for _ in range(60):
+        lengths = [52] * 189
+        if longest > 52:
+            lengths = generator.integers(20, longest + 1, 161).tolist()
+        shards.append(lengths)
+    n_tokens = sum(map(sum, shards))
+    separate = [plan for lengths in shards for plan in pack(lengths, SLOTS, divisors=(1,))]
+    padding_of_separate = 1 - n_tokens / (SLOTS * len(separate))
+    padding = 1 - n_tokens / (SLOTS * len(run_all(shards, SLOTS)))
+    assert padding_of_separate > 0.19
+    assert padding < 0.02
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.integers(2, 130), max_size=40), max_size=8), st.sampled_from([130, 512])
+)
+def test_every_row_is_in_one_batch_of_its_group_which_has_room_for_it(
+    shards: list[list[int]], slots: int
+) -> None:
+    batches = run_all(shards, slots)
+    taken: Counter[tuple[int, int]] = Counter()
+    for rows in batches:
+        lengths = np.array([len(row.tokens) for row in rows])
+        assert lengths.sum() <= slots
+        assert len(rows) <= row_capacity(slots)
+        assert len(set(group_bounds(lengths).tolist())) == 1
+        for row in rows:
+            assert (row.tokens == row.position).all()
+            taken[id(row.shard), row.position] += 1
+    assert set(taken.values()) <= {1}
+    assert len(taken) == sum(map(len, shards))
+
+
+def test_a_shard_is_not_passed_by_later_ones_for_ever() -> None:
+    """The oldest row is in the next batch of its group, even if later rows would fill it better."""
+    queue = RowQueue()
+    oldest = add_shard(queue, [60])
+    add_shard(queue, [64] * 4)
+    rows = queue.take_full_batch(128)
+    assert rows[0].shard is oldest
+
+
+# The parent: which shards of a worker that has died may be the cause.
+JOB = {"run": "r", "store": "s", "reads_fingerprint": "f"}
+
+
+class DeadWorker:
+    """A worker that has ended without a word."""
+
+    device, node_lost, failure, last_words, log = "one", False, None, "killed", None
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def end(self, grace_s: float) -> int:
+        return -9
+
+    def send(self, task: ShardTask) -> None:
+        self.received.append(task.shard)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Any:
+    """A pool of one worker, without processes, and a job of six shards."""
+    core = Device(id="one", kind="cpu", name="", core=0)
+    engine = EngineSpec(max_shard_attempts=1)
+    pool: Any = Pool([WorkerSpec(models="", device=core, engine=engine)], LocalWorkers("none"))
+    tasks = [ShardTask(**JOB, shard=shard, lo=9 * shard, hi=9 * shard + 9) for shard in range(6)]
+    pool._jobs["r"] = PooledJob("r", tmp_path, lambda _: None, set(range(6)), tasks)
+    pool._todo.extend(tasks)
+    start(pool)
+    return pool
+
+
+def start(pool: Any) -> DeadWorker:
+    """Let a worker start on the only device, and send it tasks."""
+    slot = pool._slots[0]
+    slot.worker = DeadWorker()
+    slot.ready_record = {}
+    pool._feed()
+    worker: DeadWorker = slot.worker
+    return worker
+
+
+def test_a_worker_gets_tasks_while_shards_wait(pool: Any) -> None:
+    slot = pool._slots[0]
+    assert slot.worker.received == [0, 1]
+    for n_received in (3, 4):
+        pool._handle_message(slot, slot.worker, Waiting())
+        pool._feed()
+        assert len(slot.worker.received) == n_received
+    answer_oldest(pool)
+    pool._feed()
+    assert (len(slot.worker.received), slot.n_waiting) == (4, 1), "that one did not count before"
+
+
+def answer_oldest(pool: Any) -> None:
+    """Let the worker answer its oldest task."""
+    slot = pool._slots[0]
+    shard = slot.tasks[0].shard
+    done = ShardDone("one", shard, 9, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, batches=())
+    pool._handle_message(slot, slot.worker, Computed(done=done))
+
+
+def test_no_shard_is_blamed_if_several_may_be_the_cause_and_each_is_alone_then(pool: Any) -> None:
+    slot = pool._slots[0]
+    job = pool._jobs["r"]
+    pool._handle_message(slot, slot.worker, Waiting())
+    pool._feed()
+    assert [task.shard for task in slot.tasks] == [0, 1, 2]
+    pool._handle_death(slot, slot.worker)
+    assert not job.deaths_at_shard, "a search in an innocent shard would find nothing"
+    assert not job.searches
+    assert [task.shard for task in pool._todo] == [0, 1, 2, 3, 4, 5], "nothing is lost"
+    assert (len(job.deaths), slot.n_waiting) == (1, 0)
+    for shard in (0, 1):
+        assert start(pool).received == [shard]
+        answer_oldest(pool)
+    worker = start(pool)
+    assert worker.received == [2]
+    pool._handle_death(slot, worker)
+    assert job.deaths_at_shard == {2: 1}
+    assert pool._todo[0].is_probe, "the cause is known now"
+
+
+def test_a_death_without_shards_that_wait_belongs_to_the_oldest_one(pool: Any) -> None:
+    slot = pool._slots[0]
+    pool._handle_death(slot, slot.worker)
+    assert pool._jobs["r"].deaths_at_shard == {0: 1}
+    assert not pool._jobs["r"].possible_causes
