@@ -45,6 +45,7 @@ from virnuc_core.report.verify_runs import (
     verify_overhead,
     verify_results,
     verify_run,
+    verify_weights,
 )
 from virnuc_core.report.verify_store import count_processes, verify_store
 from virnuc_core.report.verify_times import verify_times
@@ -134,7 +135,7 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
     checks += [partial(verify_results, name=name) for name in run_names(out)]
     checks += [partial(verify_run, name=name) for name in _runs_and_repetitions(out)]
     checks += [partial(_verify_comparison, claimed=comparison) for comparison in comparisons]
-    checks += [verify_measurements, verify_baseline, verify_overhead, verify_times]
+    checks += [verify_measurements, verify_weights, verify_baseline, verify_overhead, verify_times]
     return checks
 
 

@@ -9,8 +9,12 @@ from typing import Final
 from virnuc_core.checked_files import has_own_digest
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoder_names import NAMES
+from virnuc_core.encoders.checkpoint import weight_facts
 from virnuc_core.encoders.composition import compare_with_training
+from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.registry import PARTS
 from virnuc_core.engine.shards import is_sealed, read_plan, read_scores, shard_path
+from virnuc_core.errors import WeightsError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.model import BASELINE
@@ -145,6 +149,42 @@ def _verify_seals(verification: Verification, run: RunDir, num_shards: int) -> N
             verification.add_difference(
                 f"{run.root.name}/{path.relative_to(run.root)}: has other bytes than were committed"
             )
+
+
+def verify_weights(verification: Verification, raw: RawFolder) -> None:
+    """Compare what the runs say about their weights with the models, if these are still there.
+
+    This is where the weights come from (they may be random), and whether the classifier was tested.
+    Both are in the configuration files of the models, which the digests in the records cover.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+    """
+    for name in run_names(raw.root):
+        record = raw.read(RunRecord, name, RECORD)
+        summary = raw.read(RunSummary, name, SUMMARY)
+        # Summaries of older versions do not tell, which shows by the card.
+        if record is None or summary is None or summary.has_card is None:
+            continue
+        models = Path(str(record.spec.get("models", "")))
+        reason = ""
+        try:
+            digests = fingerprint(models)
+            facts = weight_facts(models)
+        except WeightsError as error:
+            reason = f"cannot be read now: {error}"
+        else:
+            if any(record.fingerprints.get(part) != digests[part] for part in PARTS):
+                reason = "has other weights now"
+        if reason:
+            remark = f"where the weights come from was not compared: {models} {reason}"
+            if remark not in verification.remarks:
+                verification.remarks.append(remark)
+            continue
+        where = f"{name}/{SUMMARY}"
+        verification.compare(f"{where}: origins", summary.origins, facts.origins)
+        verification.compare(f"{where}: has_card", summary.has_card, facts.has_card)
 
 
 def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:

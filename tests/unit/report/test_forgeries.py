@@ -49,13 +49,16 @@ from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.report.approvals import APPROVAL, APPROVALS, keep_answer
 from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare_runs
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.regression import (
     HISTORY,
     append_history,
     approval_line,
     read_history,
 )
+from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify_runs import verify_weights
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import digest
@@ -438,6 +441,20 @@ RESULTS: Forgeries = {
         thorough(nan_hidden, PROFILE),
         rf"{TWO}/(summary\.json: rows_set_aside|failed\.tsv: line)",
     ),
+    "random weights called those of the authors": (
+        thorough(
+            figure(f"{TWO}/summary.json", "origins", "head", to="the authors' release"), PROFILE
+        ),
+        rf"{TWO}/summary\.json: origins",
+    ),
+    "random weights kept quiet": (
+        thorough(figure(f"{TWO}/summary.json", "origins", to={}), PROFILE),
+        rf"{TWO}/summary\.json: origins",
+    ),
+    "a card given to a classifier that was never tested": (
+        thorough(figure(f"{TWO}/summary.json", "has_card", to=True), PROFILE),
+        rf"{TWO}/summary\.json: has_card",
+    ),
     "failed reads not counted": (
         reported(figure(f"{TWO}/summary.json", "fates", "failed", to=0), PROFILE),
         r"n_reads|fates\.failed",
@@ -769,6 +786,7 @@ QUICK = (
     "an answer removed",
     "the earlier runs removed from regression.json",
     "scores of a shard committed again",
+    "random weights called those of the authors",
     "the one-device run made slower in every file",
     "the baseline's time taken from elsewhere",
     "a death hidden",
@@ -834,3 +852,39 @@ def test_a_profile_file_that_was_changed_later_is_a_remark(forged: Path, tmp_pat
     assert verification.differences == []
     (remark,) = verification.remarks
     assert f"{own} has other thresholds now than when the validation began" in remark
+
+
+def replace_models(models: Path) -> None:
+    """Put other random models in the place of these."""
+    shutil.rmtree(models)
+    init_random(models, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("change_models", "reason"),
+    [
+        (shutil.rmtree, "cannot be read now"),
+        (replace_models, "has other weights now"),
+    ],
+)
+def test_weights_that_are_gone_are_a_remark(
+    forged: Path, tmp_path: Path, change_models: Callable[[Path], object], reason: str
+) -> None:
+    """What the records say of the weights cannot be compared then."""
+    models = tmp_path / "models"
+    init_random(models, seed=1)
+    for name in (".", ONE, TWO):
+        edit_json(forged / name / "run.json", lambda body: body["spec"].update(models=str(models)))
+    renew_all_digests(forged)
+    raw = RawFolder(forged)
+    verification = Verification()
+    verify_weights(verification, raw)
+    assert verification.remarks == []
+    assert verification.figures > 0
+    change_models(models)
+    verification = Verification()
+    verify_weights(verification, raw)
+    assert verification.differences == []
+    (remark,) = verification.remarks
+    assert str(models) in remark
+    assert reason in remark
