@@ -356,8 +356,14 @@ def _require_same_kernels(job: Job, pool: Pool) -> None:
     started anew in that case.
     """
     kernels = job.engine.int8_kernels
-    if any(spec.engine.int8_kernels != kernels for spec in pool.specs):
-        raise ConfigError(
-            f"{job.run.root} began with int8 kernels '{kernels}', and the nodes would use others; "
-            f"use --int8-kernels {kernels}"
-        )
+    if all(spec.engine.int8_kernels == kernels for spec in pool.specs):
+        return
+    if kernels == "hopper":
+        # The nodes took others because at least one of them cannot run these.
+        way_out = "use nodes that have only H100 or H200 GPUs, or start over with --force"
+    else:
+        way_out = f"use --int8-kernels {kernels}"
+    raise ConfigError(
+        f"{job.run.root} began with int8 kernels '{kernels}', and the nodes would use others; "
+        f"{way_out}"
+    )

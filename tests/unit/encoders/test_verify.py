@@ -7,25 +7,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from Bio.Seq import Seq
-from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
 
 from tests.damage import flip_bit
+from tests.unit.tiny_calibration import write_calibration
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders import verify as verifying
-from virnuc_core.encoders.calibration import (
-    CALIBRATION,
-    STATISTICS_DIGEST,
-    canonical_bytes,
-    statistics_digest,
-)
 from virnuc_core.encoders.convert import fetch
-from virnuc_core.encoders.digests import fingerprint, part_digest
-from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.registry import DNABERT_S, ENCODERS, ESM2
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import REFERENCE_ROWS, check_reference_row, verify
@@ -62,25 +54,6 @@ def test_not_a_number_is_a_fail_that_names_the_tensor(copied: Path) -> None:
     assert "layers.1.wo.bias holds NaN or infinity" in checks["dnabert_s"].detail
     assert checks["esm2"].verdict == "ok"
     assert checks["anchors"].verdict == "not run"
-
-
-def write_calibration(models: Path) -> Path:
-    """Write a calibration for the tiny ESM-2 as `quantise` does, without its measurement."""
-    shape = ESM2_SIZES["tiny"]
-    widths = dict.fromkeys(PRODUCTS, shape.width) | {"down": shape.ffn_width}
-    statistics = {
-        f"layers.{layer}.{name}": np.ones((2, width), np.float32)
-        for layer in range(shape.layers)
-        for name, width in widths.items()
-    }
-    metadata = {
-        "weights": part_digest(models / "esm2"),
-        "rows": "300",
-        STATISTICS_DIGEST: statistics_digest(statistics),
-    }
-    path = models / "esm2" / CALIBRATION
-    path.write_bytes(canonical_bytes(save(statistics, metadata)))
-    return path
 
 
 def calibration_check(models: Path) -> verifying.Check:

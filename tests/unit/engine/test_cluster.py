@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import platform
 import queue
 import shutil
 import signal
@@ -24,10 +25,12 @@ import pytest
 import torch
 
 from tests.process_lookup import running_with
+from tests.unit.tiny_calibration import write_calibration
 from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, Precision
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.quantise import quantise
 from virnuc_core.engine import shards
+from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import (
@@ -41,10 +44,11 @@ from virnuc_core.engine.process import (
 )
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
-from virnuc_core.pipeline import workers_for
+from virnuc_core.pipeline import classify, prepare, workers_for
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -105,6 +109,16 @@ class Coming(LocalWorkers):
         return [self.later.popleft()] if n_waiting < 30 and self.later else []
 
 
+class NotStarting(LocalWorkers):
+    """Nodes on which no worker can be started."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+
+    def _make(self, spec: WorkerSpec) -> Child:
+        raise DeviceError(f"asked for a worker on {spec.device.id}")
+
+
 def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path: Path) -> None:
     workers, progress = Coming(), []
     shard_message: dict[str, Any] = {
@@ -121,6 +135,75 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
     assert set(committed.ready_records) == {device.id for device in NODES}
     assert workers.began.count(NODES[0].id) == 1  # it never came back, and was not called for
     assert len(committed.deaths) == 1
+
+
+@pytest.fixture(scope="module")
+def int8_models(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny models with a calibration, so that they may run in int8."""
+    models = tmp_path_factory.mktemp("int8") / "models"
+    shutil.copytree(tiny_models, models)
+    write_calibration(models)
+    return models
+
+
+def int8_nodes(*capabilities: tuple[int, int]) -> list[Device]:
+    """Return one GPU per node, of these compute capabilities."""
+    return [
+        node.model_copy(update={"capability": capability})
+        for node, capability in zip(NODES, capabilities, strict=False)
+    ]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is built for x86_64")
+@pytest.mark.parametrize(
+    ("first", "later", "way_out"),
+    [
+        ([(9, 0)], [(8, 0)], "use nodes that have only H100 or H200 GPUs"),
+        ([(9, 0), (9, 0)], [(9, 0), (10, 0)], "use nodes that have only H100 or H200 GPUs"),
+        ([(8, 0)], [(9, 0)], "use --int8-kernels triton"),
+        ([(9, 0), (8, 0)], [(9, 0)], "use --int8-kernels triton"),
+    ],
+)
+def test_a_run_is_not_continued_by_nodes_that_round_int8_in_another_way(
+    tmp_path: Path,
+    int8_models: Path,
+    staged: Staged,
+    first: list[tuple[int, int]],
+    later: list[tuple[int, int]],
+    way_out: str,
+) -> None:
+    engine = EngineSpec(precision="int8")
+    spec = ClassifySpec(models=int8_models, engine=engine, cluster="tcp://nowhere:1")
+    run, (store, staging) = RunDir(tmp_path / "run"), staged
+    cards = int8_nodes(*first)
+    begun = prepare(run, store, spec, staging=staging, devices=tuple(cards))
+    workers = Coming()
+    other_cards = int8_nodes(*later)
+    chosen = resolve_engine(engine, other_cards)  # what the nodes choose, before the run is read
+    specs = worker_specs(int8_models, other_cards, chosen)
+    with Pool(specs, workers) as pool, pytest.raises(ConfigError) as error_info:
+        classify(run, staging, spec, pool=pool)
+    message = str(error_info.value)
+    assert f"{run.root} began with int8 kernels '{begun.engine.int8_kernels}'" in message
+    assert way_out in message
+    assert "\n" not in message
+    assert workers.began == []  # no worker was started
+    assert not list(run.root.glob("shards/*.h5"))
+
+
+def test_a_run_is_continued_by_nodes_that_round_int8_in_its_way(
+    tmp_path: Path, int8_models: Path, staged: Staged
+) -> None:
+    engine = EngineSpec(precision="int8", int8_kernels="triton")
+    spec = ClassifySpec(models=int8_models, engine=engine, cluster="tcp://nowhere:1")
+    run, (store, staging) = RunDir(tmp_path / "run"), staged
+    prepare(run, store, spec, staging=staging, devices=tuple(int8_nodes((8, 0))))
+    cards = int8_nodes((9, 0))
+    specs = worker_specs(int8_models, cards, resolve_engine(engine, cards))
+    # The nodes are accepted: a worker is started on one, which fails here.
+    refusal = f"asked for a worker on {cards[0].id}"
+    with Pool(specs, NotStarting()) as pool, pytest.raises(DeviceError, match=refusal):
+        classify(run, staging, spec, pool=pool)
 
 
 def test_times_of_a_node_are_moved_to_the_clock_of_this_machine() -> None:
