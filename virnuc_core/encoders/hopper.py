@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 
 LIBRARY: Final = Path(__file__).parent / "cuda" / "hopper.so"
+RECORD: Final = LIBRARY.with_suffix(".json")  # what the library was built from, and its digest
 CAPABILITY: Final = (9, 0)  # the compute capability that the library is built for, and no other
 WIDTH_MULTIPLE: Final = 16  # rows of both factors must be multiples of this many bytes
 COLUMN_MULTIPLE: Final = 8  # and the rows of the product of this many numbers
@@ -187,23 +190,43 @@ class OpenedLibrary:
 def open_library() -> OpenedLibrary:
     """Open the library, once per process. This needs no GPU.
 
-    A library that is missing or does not load is logged as a warning.
+    A library that is missing, does not load or has other bytes than the record says is not used.
+    This is logged as a warning.
     """
     machine = platform.machine()
     if machine != "x86_64":
         return OpenedLibrary(None, f"built for x86_64, not {machine}")
     try:
+        _require_recorded_bytes()
         library = ctypes.CDLL(str(LIBRARY))
         for product in (library.virnuc_int8_store, library.virnuc_int8_add):
             product.argtypes = PRODUCT_TYPES
             product.restype = ctypes.c_int
         library.virnuc_int8_rows.argtypes = ROWS_TYPES
         library.virnuc_int8_rows.restype = ctypes.c_int
-    except (OSError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         problem = f"cannot be loaded: {error}"
         log.warning("%s %s; int8 runs slower", LIBRARY.name, problem)
         return OpenedLibrary(None, problem)
     return OpenedLibrary(library, "")
+
+
+def _require_recorded_bytes() -> None:
+    """Raise an error if the library is not the one of its record.
+
+    One changed bit in the code for the GPU could give wrong numbers without an error.
+
+    Raises:
+        OSError: The library or its record cannot be read.
+        ValueError: The library has another digest, or its record is damaged.
+    """
+    digest = hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+    try:
+        recorded_digest = json.loads(RECORD.read_bytes())["library"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{RECORD.name} is damaged; install virnuc again") from error
+    if digest != recorded_digest:
+        raise ValueError(f"its SHA-256 is not the one in {RECORD.name}; install virnuc again")
 
 
 def find_library(device: torch.device) -> HopperLibrary | None:

@@ -4,14 +4,19 @@ Only who changes a kernel needs this. Users get the library with the package. `m
 calls it. It needs `g++`, `strip`, `objcopy` and the packages of
 `encoders/cuda/requirements.txt`: NVIDIA's compiler and the headers of CUTLASS.
 
-`hopper.json` records the digests of the sources and of the code for the GPU. A test compares both
-with the files, so that no source is changed without a new library. Two builds in the same folder
-give the same code for the GPU. In another folder the code differs, because the compiler
-derives names in it from the path.
+The bytes of the library depend on its sources and on the versions of the compilers. They do not
+depend on folders, the user or the time. `make kernels-check` builds the library again and compares
+it with the one of the package.
+
+`hopper.json` records the digests of the sources, of the library and of its code for the GPU, and
+what built them. A test compares them with the files, so that no source and no version of a
+compiler is changed without a new library.
 """
 
+import argparse
 import hashlib
 import json
+import os
 import subprocess
 import tempfile
 from importlib import metadata
@@ -19,13 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from virnuc_core.encoders.hopper import LIBRARY
+from virnuc_core.encoders.hopper import LIBRARY, RECORD
 
 FOLDER: Final = Path(__file__).parents[1] / "encoders" / "cuda"
 SOURCES: Final = ("int8_product.cu", "int8_rows.cu")
-RECORD: Final = FOLDER / "hopper.json"
+REQUIREMENTS: Final = FOLDER / "requirements.txt"
 GPU_SECTION: Final = ".nv_fatbin"  # the section of a library with the code for the GPU
-PACKAGES: Final = ("nvidia-cuda-nvcc", "nvidia-cutlass")
+# The programs of this machine that make the code for the CPU. Other versions make other code.
+HOST_TOOLS: Final = ("g++", "as", "ld", "strip")
 FLAGS: Final = (
     "-std=c++17",
     "-O3",
@@ -33,16 +39,68 @@ FLAGS: Final = (
     "--expt-relaxed-constexpr",
     "-gencode=arch=compute_90a,code=sm_90a",
     "-Xcompiler=-fPIC",
-    "-shared",
 )
 
 
-def main() -> int:
-    """Build the library and its record. Returns the exit code, 0."""
+class HostToolError(Exception):
+    """A program that the build needs is not installed."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build the library and its record, or compare a new build with them.
+
+    Args:
+        arguments: `--check` to compare and to write nothing. None: those of the command line.
+
+    Returns:
+        The exit code: 1 if the comparison found a difference, otherwise 0.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare a new build, write nothing")
+    if parser.parse_args(arguments).check:
+        return check()
     build(LIBRARY)
     RECORD.write_text(json.dumps(describe(LIBRARY), indent=1) + "\n", encoding="utf-8")
     print(f"wrote {LIBRARY} and {RECORD.name}")
     return 0
+
+
+def check() -> int:
+    """Build the library again, and compare it with the one of the package.
+
+    The code for the CPU is compared only where the programs of this machine have the versions that
+    built the library of the package.
+
+    Returns:
+        0 if the library is the same, or could not be built here; 1 if it differs.
+    """
+    try:
+        tools = host_tools()
+    except HostToolError as error:
+        print(f"{LIBRARY.name} built again: not run. {error}")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        rebuilt = Path(folder, LIBRARY.name)
+        build(rebuilt)
+        is_same = rebuilt.read_bytes() == LIBRARY.read_bytes()
+        is_same_on_gpu = gpu_code_digest(rebuilt) == gpu_code_digest(LIBRARY)
+    if is_same:
+        print(f"{LIBRARY.name} built again: all {LIBRARY.stat().st_size:,} bytes are the same")
+        return 0
+    if not is_same_on_gpu:
+        print(f"{LIBRARY.name} built again: the code for the GPU differs. Run make kernels.")
+        return 1
+    recorded_tools = json.loads(RECORD.read_bytes())["host_tools"]
+    if tools != recorded_tools:
+        changed = [name for name in HOST_TOOLS if tools[name] != recorded_tools.get(name)]
+        details = "; ".join(f"{tools[name]}, not {recorded_tools.get(name)}" for name in changed)
+        print(
+            f"{LIBRARY.name} built again: the code for the GPU is the same. "
+            f"The code for the CPU: not run, because here is {details}"
+        )
+        return 0
+    print(f"{LIBRARY.name} built again: the code for the CPU differs. Run make kernels.")
+    return 1
 
 
 def build(library: Path) -> None:
@@ -53,41 +111,72 @@ def build(library: Path) -> None:
     """
     cuda = _package_folder("nvidia", "cu13/bin/nvcc") / "cu13"
     cutlass = _package_folder("cutlass_library", "source/include/cutlass/cutlass.h") / "source"
-    command = [
-        str(cuda / "bin" / "nvcc"),
-        *FLAGS,
-        f"-I{cutlass / 'include'}",
-        f"-I{cutlass / 'tools' / 'util' / 'include'}",
-        f"-I{cuda / 'include'}",
-        f"-L{cuda / 'lib'}",
-        *SOURCES,
-        "-o",
-        str(library),
+    include_folders = [
+        cutlass / "include",
+        cutlass / "tools" / "util" / "include",
+        cuda / "include",
     ]
-    # In the folder of the sources, because the compiler writes their paths into the library.
-    subprocess.run(command, cwd=FOLDER, check=True)
+    includes = [f"-I{folder}" for folder in include_folders]
+    nvcc = str(cuda / "bin" / "nvcc")
+    path = os.pathsep.join([f"{cuda}/nvvm/bin", f"{cuda}/bin", os.environ["PATH"]])
+    with tempfile.TemporaryDirectory() as folder:
+        # No other variables: some would add flags or folders.
+        environment = {"PATH": path, "LC_ALL": "C", "TMPDIR": folder}
+        objects = []
+        for source in SOURCES:
+            # The compiler makes names from the full path of a source. This sets a path which is
+            # the same everywhere.
+            fixed_path = f"-Xcudafe=--orig_src_path_name={source}"
+            compiled = f"{folder}/{Path(source).stem}.o"
+            command = [nvcc, *FLAGS, *includes, fixed_path, "-c", source, "-o", compiled]
+            subprocess.run(command, cwd=FOLDER, env=environment, check=True)
+            objects.append(compiled)
+        # The linker writes into the library where it looks for other libraries. Therefore it is
+        # started in the folder of the compiler with relative paths. The profile has full paths.
+        command = [nvcc, "--dont-use-profile", *FLAGS, "-Iinclude", "-Llib", "-shared", *objects]
+        command += ["-o", str(library.resolve())]
+        subprocess.run(command, cwd=cuda, env=environment, check=True)
     subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
-    _hide_folder(library, cuda)
-
-
-def _hide_folder(library: Path, folder: Path) -> None:
-    """Replace the path of a folder in a library by another text of the same length, in place.
-
-    The linker writes into the library where it looked for other libraries. Nothing reads that
-    later, and the path of the builder's machine is nobody's business.
-    """
-    path = str(folder).encode()
-    neutral = b"/usr/local/cuda".ljust(len(path), b"/")[: len(path)]
-    library.write_bytes(library.read_bytes().replace(path, neutral))
 
 
 def describe(library: Path) -> dict[str, object]:
-    """Return the record of a library: digests of its sources and of its code, and versions."""
+    """Return the record of a library: digests of its sources and of its code, and what built it."""
     return {
         "sources": source_digests(),
+        "library": hashlib.sha256(library.read_bytes()).hexdigest(),
         "gpu_code": gpu_code_digest(library),
-        "built_with": {name: metadata.version(name) for name in PACKAGES},
+        "flags": list(FLAGS),
+        "built_with": {name: metadata.version(name) for name in required_versions()},
+        "host_tools": host_tools(),
     }
+
+
+def required_versions() -> dict[str, str]:
+    """Return the version of each package that the library is built with, by name."""
+    versions = {}
+    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
+        if "==" in line:
+            name, version = line.split()[0].split("==")
+            versions[name] = version
+    return versions
+
+
+def host_tools() -> dict[str, str]:
+    """Return which versions of the host's programs are installed, by name.
+
+    Raises:
+        HostToolError: One of them is not installed.
+    """
+    versions = {}
+    for name in HOST_TOOLS:
+        try:
+            finished = subprocess.run(
+                [name, "--version"], capture_output=True, text=True, check=True
+            )
+        except FileNotFoundError as error:
+            raise HostToolError(f"{name} is not installed") from error
+        versions[name] = finished.stdout.splitlines()[0]
+    return versions
 
 
 def source_digests() -> dict[str, str]:
