@@ -55,6 +55,11 @@ def test_version_licence_and_command_are_those_of_the_project(
     assert recipe["build"]["python"]["entry_points"] == commands
 
 
+def test_the_prebuilt_library_keeps_its_bytes(recipe: dict[str, Any]) -> None:
+    # A library of another digest is not loaded, so its search paths must not be edited.
+    assert recipe["build"]["dynamic_linking"]["binary_relocation"] is False
+
+
 def test_dependencies_are_those_of_the_project(
     recipe: dict[str, Any], project: dict[str, Any]
 ) -> None:
