@@ -188,6 +188,8 @@ def _row(label: str, cells: list[str]) -> str:
 def _describe_groups(inspection: Inspection) -> Iterator[str]:
     """Yield a table with a line for each file or pair, if there are several."""
     groups = [group for sample in inspection.samples for group in sample.groups]
+    files = [file for sample in inspection.samples for file in sample.files]
+    problem_files = {file.file for file in files if file.problem}
     if len(groups) < 2:
         return
     model_lengths = [model.model_length for model in inspection.statistics.models]
@@ -197,19 +199,28 @@ def _describe_groups(inspection: Inspection) -> Iterator[str]:
     yield ""
     yield "".join(f"{title:>14}" for title in titles) + "  file or pair"
     for group in groups:
-        cells = _cells(group.statistics)
-        yield "".join(f"{cell:>14}" for cell in cells) + f"  {' + '.join(group.files)}"
+        has_problem = not problem_files.isdisjoint(group.files)
+        cells = _cells(group.statistics, n_columns=len(titles), has_problem=has_problem)
+        name = " + ".join(group.files)
+        if has_problem:
+            name += " (PROBLEM, see above)"
+        yield "".join(f"{cell:>14}" for cell in cells) + f"  {name}"
 
 
-def _cells(statistics: ReadStatistics) -> list[str]:
-    """Return the cells of a line of the table of files."""
+def _cells(statistics: ReadStatistics, *, n_columns: int, has_problem: bool) -> list[str]:
+    """Return the cells of a line of the table of files.
+
+    Args:
+        statistics: What the reads are like, up to the problem if there is one.
+        n_columns: The number of cells. What is not known is `-`.
+        has_problem: The file, or one of the pair, could not be read to its end.
+    """
     n_reads = "unknown"
-    if statistics.reads is not None:
+    if statistics.reads is not None and not has_problem:
         n_reads = f"{statistics.reads:,}"
-    median = "-"
+    cells = [n_reads]
     if statistics.lengths is not None:
-        median = f"{statistics.lengths.median:,}"
-    cells = [n_reads, median]
-    cells += [percent(model.open_share) for model in statistics.models]
-    cells += [percent(model.short_share) for model in statistics.models]
-    return cells
+        cells.append(f"{statistics.lengths.median:,}")
+        cells += [percent(model.open_share) for model in statistics.models]
+        cells += [percent(model.short_share) for model in statistics.models]
+    return cells + ["-"] * (n_columns - len(cells))

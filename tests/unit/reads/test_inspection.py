@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -428,6 +429,32 @@ def test_damage_is_named_and_the_other_files_are_inspected(
     for words in expected.values():
         assert words in output.out
         assert words in output.err
+
+
+def test_the_table_of_files_gives_no_numbers_that_are_not_known(tmp_path: Path) -> None:
+    """A file with a problem has not 0 reads, and no reads have no shares."""
+    reads = plain_reads(4, 80)
+    (tmp_path / "good.fq").write_text(fastq(reads))
+    (tmp_path / "first_is_bad.fq").write_text("@x\nACGT\n+\nIII\n" + fastq(reads))
+    (tmp_path / "last_is_bad.fq").write_text(fastq(reads) + "@x\nACGT\n")
+    (tmp_path / "empty.fq").write_text("")
+    (tmp_path / "bad_R1.fq").write_text(mates(reads, 1))
+    (tmp_path / "bad_R2.fq").write_text(mates(reads[:2], 2))
+    names = tuple(str(path) for path in sorted(tmp_path.iterdir()))
+    lines = describe(inspect_reads(InspectSpec(reads=names, stage_workers=1)))
+    (start,) = (number for number, line in enumerate(lines) if "file or pair" in line)
+    cells = {}
+    for line in lines[start + 1 :]:
+        *values, name = re.split(r"\s{2,}", line.strip())
+        cells[name.replace(f"{tmp_path}/", "")] = values
+    n_columns = len(re.split(r"\s{2,}", lines[start].strip())) - 1
+    assert all(len(values) == n_columns for values in cells.values()), cells
+    assert cells["good.fq"][:2] == ["4", "80"]
+    assert cells["empty.fq"] == ["0", *["-"] * (n_columns - 1)]
+    note = " (PROBLEM, see above)"
+    assert cells[f"first_is_bad.fq{note}"] == ["unknown", *["-"] * (n_columns - 1)]
+    assert cells[f"last_is_bad.fq{note}"][:2] == ["unknown", "80"]
+    assert cells[f"bad_R1.fq + bad_R2.fq{note}"][0] == "unknown"
 
 
 def test_mates_out_of_step_are_a_problem_of_that_pair_alone(tmp_path: Path) -> None:
