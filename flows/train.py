@@ -11,6 +11,7 @@ from virnuc.tasks.staging import stage
 from virnuc.tasks.training import fit_head
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.rundir import RunDir
 from virnuc_core.training.fragments import NO_GENOMES, write_fragments
@@ -39,7 +40,7 @@ def train(settings: TrainSettings) -> Outcome[TrainFile]:
     embedding_settings = settings.model_copy(update={"models": models, "model_length": None})
     with staged_run(embedding_settings) as staged:
         examples = choose_examples(staged.run, settings, label=staged.label).result()
-        staged.embed().result()
+        staged.embed(RunMonitor(has_verdicts=False)).result()
         # The run has also written verdicts, but those of a head with random weights.
         remove_results(staged.run)
         # The run over fragments of genomes, or the reason why there is none.
@@ -81,6 +82,6 @@ def _embed_fragments(staged: StagedRun, examples: Examples, genomes: Path) -> Ru
     stage_spec = StageSpec(reads=(str(fragments),), model_length=staged.staging.model_length)
     staging = stage(stage_spec, run.store, label=label, force=True).result()
     spec = staged.spec.model_copy(update={"force": True})
-    embed(run, staging, spec, label=label).result()
+    embed(run, staging, spec, label=label, monitor=RunMonitor(has_verdicts=False)).result()
     remove_results(run)  # verdicts of a head with random weights
     return run

@@ -50,6 +50,8 @@ class RunMonitor:
     # False if other runs are computed at the same time. Their progress and their times would mix
     # with those of this run, so they are not shown.
     alone: bool = True
+    # False if the classifier has random weights, as in a training: its verdicts mean nothing.
+    has_verdicts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,7 @@ class Embedding:
             monitor.on_progress,
             on_status=monitor.on_status,
             already_done=self._already_done(tasks),
+            has_verdicts=monitor.has_verdicts,
         )
 
     def _metrics_file(self, sampler: Sampler, tasks: Sequence[ShardTask]) -> MetricsFile | None:

@@ -64,6 +64,7 @@ class InferenceProgressReporter:
         *,
         on_status: Callable[[str], None] | None = None,
         already_done: int = 0,
+        has_verdicts: bool = True,
     ) -> None:
         """Prepare to show progress.
 
@@ -75,7 +76,10 @@ class InferenceProgressReporter:
             on_status: Gets a line of live figures at the same times, just before that.
             already_done: Sequences that an earlier attempt at this run did. They count as done,
                 but not for the speed.
+            has_verdicts: False if the classifier of the run has random weights, as in a training.
+                Then nothing is called viral.
         """
+        self._has_verdicts = has_verdicts
         self._total = total_sequences
         self._monitor = monitor
         self._on_progress = on_progress
@@ -247,17 +251,24 @@ class InferenceProgressReporter:
         """Return the live figures of the whole run in one line.
 
         `viral sequences so far` are first verdicts: sequences that have been scored since the
-        start, with a score from the threshold on. They are open frames and not reads.
+        start, with a score from the threshold on. They are open frames and not reads. A training
+        has no verdicts.
         """
         texts = self.progress()
         elapsed_time = clock_text(time.monotonic() - self._started_s)
         percent_done = 100 * self.share
-        n_viral = sum(counts["viral"] for counts in self._counts.values())
-        return (
-            f"{self._done:,} of {self._total:,} sequences ({percent_done:.1f} %) | "
-            f"{n_viral:,} viral sequences so far | {texts.tokens} | gpu util {texts.gpu} | "
-            f"packing efficiency {texts.pack} | elapsed {elapsed_time} | {texts.eta}"
-        )
+        figures = [f"{self._done:,} of {self._total:,} sequences ({percent_done:.1f} %)"]
+        if self._has_verdicts:
+            n_viral = sum(counts["viral"] for counts in self._counts.values())
+            figures.append(f"{n_viral:,} viral sequences so far")
+        figures += [
+            texts.tokens,
+            f"gpu util {texts.gpu}",
+            f"packing efficiency {texts.pack}",
+            f"elapsed {elapsed_time}",
+            texts.eta,
+        ]
+        return " | ".join(figures)
 
 
 def _text_column(name: str, unit: str = "") -> TextColumn:

@@ -201,3 +201,14 @@ def test_the_live_figures_end_with_those_of_the_results(
     assert 'virnuc_state{run="live",state="completed"} 1\n' in text
     assert f"| {n_viral:,} viral sequences so far |" in lines[-1]
     assert f"{len(scores):,} of {len(scores):,} sequences (100.0 %)" in lines[-1]
+
+
+def test_a_run_without_verdicts_calls_nothing_viral(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    """A training embeds with a classifier of random weights."""
+    lines: list[str] = []
+    monitor = RunMonitor(on_progress=lambda _: None, on_status=lines.append, has_verdicts=False)
+    classify_store(tmp_path / "run", staged, tiny_models, ONE_CORE, monitor=monitor)
+    assert "(100.0 %)" in lines[-1]
+    assert not any("viral" in line for line in lines)
