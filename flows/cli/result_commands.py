@@ -155,7 +155,7 @@ def rescore(settings: RescoreSettings) -> None:
     new_run = RunDir(settings.out)
     with run_lock(settings.out):
         summary = score_again(run, settings.head, new_run, settings)
-        page = write_rescore_pages(new_run, run, summary, settings.head)
+        page = write_rescore_pages(new_run, run, summary, settings.head, sys.argv)
     say(*answer_lines(summary.answer))
     say("", f"Results: {settings.out}", f"Page: {page}")
     say(*warning_lines(summary.answer))

@@ -6,7 +6,6 @@ of the run. They load no other files. Names of reads, files and samples are show
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,7 +173,11 @@ def write_summary_pages(run: RunDir, label: str, summary: RunSummary) -> Path:
 
 
 def write_rescore_pages(
-    out: RunDir, run: RunDir, summary: "RescoreSummary", head: Path | None
+    out: RunDir,
+    run: RunDir,
+    summary: "RescoreSummary",
+    head: Path | None,
+    command: Sequence[str] = (),
 ) -> Path:
     """Write the two pages of a run that was scored again, and return the path of the HTML page.
 
@@ -183,6 +186,7 @@ def write_rescore_pages(
         run: The run whose embeddings were scored.
         summary: The content of `rescore.json`.
         head: The classifier that the user named; None: the scores of the run were kept.
+        command: The words of the command that was given, for the page; none in a script.
 
     Raises:
         DamagedFileError: `reads.tsv` or a record is not as it was left.
@@ -197,7 +201,7 @@ def write_rescore_pages(
         f"This is the run {run.root}, judged again by {classifier} with the threshold "
         f"{threshold:g}. Its own verdicts are in {run.root}."
     )
-    command = [redact(redact_credentials(word)) for word in sys.argv]
+    command = [redact(redact_credentials(word)) for word in command]
     facts = {"run": summary.run, "classifier": classifier}
     facts |= _origin_facts(command, record, summary.origins, threshold)
     facts |= _version_facts(virnuc_core.__version__, record)
@@ -533,8 +537,10 @@ def _flag_section(figures: _ReadFigures, answer: Answer) -> Section:
     """Return the table of flags, with what each means."""
     counts = {}
     for flag, count in figures.flags.items():
-        meaning = FLAG_MEANINGS.get(flag)
-        counts[f"{flag}: {meaning}" if meaning else flag] = count
+        label = flag
+        if flag in FLAG_MEANINGS:
+            label = f"{FLAG_MEANINGS[flag]} ({flag})"
+        counts[label] = count
     return Section("Flags of reads", tables=[Table(_share_rows(counts, answer.reads))])
 
 

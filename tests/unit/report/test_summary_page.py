@@ -63,7 +63,7 @@ def test_the_page_answers_the_questions_of_a_reader(
     page = write_summary_pages(run, "swab", summary).read_text()
     text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     assert "1 of 4 reads are viral" in text
-    assert "short_for_model: shorter than half" in text
+    assert "shorter than half of the classifier" in text
     assert "stop codon in each" in text
     assert "weights of ESM-2" in text
     assert "The virnuc authors, version 0.1.0" in text
@@ -71,7 +71,7 @@ def test_the_page_answers_the_questions_of_a_reader(
     assert "does not count as not viral" in text
     assert RANDOM_NOTE in text
     assert "10.1093/bib/bbaf224" in text
-    assert "short_for_model: shorter than half of the classifier&#39;s length 2 50.0 %" in text
+    assert "shorter than half of the classifier&#39;s length (short_for_model) 2 50.0 %" in text
     assert page.count("data:image/svg+xml;base64,") == 2
 
 

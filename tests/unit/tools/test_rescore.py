@@ -31,6 +31,7 @@ from virnuc_core.errors import ConfigError, ShardError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.summary_page import write_rescore_pages
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
@@ -393,3 +394,19 @@ def test_a_store_of_other_reads_is_refused(tmp_path: Path, run: RunDir, models: 
     stage(StageSpec(reads=(str(simulation.reads_file),)), run.store)
     with pytest.raises(ConfigError, match="other reads"):
         rescore(run, models, RunDir(tmp_path / "out"))
+
+
+def test_the_page_shows_the_command_of_a_terminal_and_none_of_a_script(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, the words of the process are those of its kernel."""
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    out = RunDir(tmp_path / "new")
+    summary = rescore(run, None, out, VerdictSpec(threshold=0.4))
+    command = ["virnuc", "rescore", "--threshold", "0.4", "https://user:secret@host/"]
+    with_command = write_rescore_pages(out, run, summary, None, command).read_text()
+    assert "virnuc rescore --threshold 0.4" in with_command
+    assert "secret" not in with_command
+    without_command = write_rescore_pages(out, run, summary, None).read_text()
+    assert "kernel" not in without_command
+    assert "virnuc rescore" not in without_command
