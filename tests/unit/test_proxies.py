@@ -6,12 +6,12 @@ in several places and at several times.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,49 +25,42 @@ from virnuc_core.proxies import (
 )
 from virnuc_core.reads.remote import _client
 
+from .engine.forked_programs import ForkedPrograms
+
+ROOT = Path(__file__).resolve().parents[2]
 DEAD_PROXY = "http://127.0.0.1:9"
 LOOPBACK = "127.0.0.1,localhost,::1"
-# Prints how each client reaches a server here and one elsewhere: through the proxy, or directly.
-ROUTES = """
-import json, os, urllib.request
+# A process in which the variables are prepared before any client is imported, as in the command.
+NEW_PROCESS = """
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 prepare_prefect()
-import httpx
-from websockets.proxy import get_proxy
-from websockets.uri import parse_uri
-
-def route(host):
-    with httpx.Client() as client:
-        url = httpx.URL(f"http://{host}:4200/api")
-        is_direct = client._transport_for_url(url) is client._transport
-    websocket = get_proxy(parse_uri(f"ws://{host}:4200/api/events/in"))
-    uses_urllib = bool(urllib.request.getproxies()) and not urllib.request.proxy_bypass(host)
-    return {"httpx": not is_direct, "websockets": websocket is not None, "urllib": uses_urllib}
-
-hosts = ("127.0.0.1", "localhost", "[::1]", "prefect.example.org", "data.example.org")
-print(json.dumps({host: route(host) for host in hosts}))
+from tests.unit.proxy_routes import print_routes
+print_routes()
 """
+Routes = dict[str, dict[str, bool]]  # host -> client -> whether it uses a proxy
 
 
-def routes(**variables: str) -> dict[str, dict[str, bool]]:
-    """Return which clients of a child process use a proxy for which host.
-
-    Args:
-        variables: The environment variables about proxies.
-    """
+def environment_with(variables: dict[str, str]) -> dict[str, str]:
+    """Return the environment of the tests with these variables about proxies, and no others."""
     environment = {
         name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
     }
-    answer = subprocess.run(
-        [sys.executable, "-c", ROUTES],
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    result: dict[str, dict[str, bool]] = json.loads(answer.stdout.splitlines()[-1])
-    return result
+    return environment | variables
+
+
+def routes_of(programs: ForkedPrograms, variables: dict[str, str]) -> Routes:
+    """Return which clients of a child process use a proxy for which host.
+
+    Args:
+        programs: Forks the child from a process that has imported the clients.
+        variables: The environment variables about proxies.
+    """
+    environment = json.dumps(environment_with(variables))
+    name = "tests.unit.proxy_routes.print_routes_in_fork"
+    child = programs.run(name, arguments=(environment,))
+    assert child.returncode == 0, child.stderr
+    routes: Routes = json.loads(child.stdout.splitlines()[-1])
+    return routes
 
 
 ALL_VARIABLES = {
@@ -94,9 +87,9 @@ ALL_VARIABLES = {
     ],
 )
 def test_loopback_is_reached_directly_and_others_through_the_proxy(
-    variables: dict[str, str],
+    programs: ForkedPrograms, variables: dict[str, str]
 ) -> None:
-    result = routes(**variables)
+    result = routes_of(programs, variables)
     for host in ("127.0.0.1", "localhost", "[::1]"):
         assert not result[host]["httpx"], host
     for host in ("127.0.0.1", "localhost"):
@@ -123,15 +116,35 @@ def test_loopback_is_reached_directly_and_others_through_the_proxy(
         ("ALL_PROXY", ""),
     ],
 )
-def test_a_proxy_that_cannot_be_used_ends_no_connection(name: str, address: str) -> None:
-    result = routes(**{name: address})
+def test_a_proxy_that_cannot_be_used_ends_no_connection(
+    programs: ForkedPrograms, name: str, address: str
+) -> None:
+    result = routes_of(programs, {name: address})
     assert not any(result["127.0.0.1"].values())
 
 
-def test_a_star_excludes_all_hosts_for_all_programs() -> None:
+def test_a_star_excludes_all_hosts_for_all_programs(programs: ForkedPrograms) -> None:
     for value in ("*", "localhost, *"):
-        result = routes(**ALL_VARIABLES, NO_PROXY=value)
-        assert not any(itertools.chain(*(clients.values() for clients in result.values())))
+        result = routes_of(programs, ALL_VARIABLES | {"NO_PROXY": value})
+        for host, uses_proxy in result.items():
+            assert not any(uses_proxy.values()), host
+
+
+def test_a_new_process_has_the_same_routes_as_the_forks_of_these_tests(
+    programs: ForkedPrograms,
+) -> None:
+    """No client has read the variables on its import, before the fork got others."""
+    answer = subprocess.run(
+        [sys.executable, "-c", NEW_PROCESS],
+        env=environment_with(ALL_VARIABLES),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    routes = json.loads(answer.stdout.splitlines()[-1])
+    assert routes == routes_of(programs, ALL_VARIABLES)
 
 
 @pytest.mark.parametrize(

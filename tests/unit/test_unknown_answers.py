@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,9 @@ from tests.failing_files import LIST, READ, STAT, failing_calls, words_of
 from virnuc_core.inbox import Ledger
 from virnuc_core.system_errors import list_folder, storage_error, target_exists
 
-PROGRAM = "from tests.unit.unknown_answers import ask_in_child; ask_in_child()"
+from .engine.forked_programs import ForkedPrograms
+
+PROGRAMS = "tests.unit.unknown_answers"
 # Questions for which a missing permission is an answer: the reads of a user who may not read them
 # are refused as reads, and a library that is given such a path cannot open it either.
 MAY_BE_REFUSED = {
@@ -24,17 +24,22 @@ MAY_BE_REFUSED = {
 }
 
 
-def ask(kind: str, folder: Path, number: int, calls: str) -> dict[str, str]:
+def run_program(
+    programs: ForkedPrograms, name: str, *arguments: object, variables: dict[str, str]
+) -> str:
+    """Run a program of `unknown_answers` in a child, which must end well; return what it prints."""
+    child = programs.run(f"{PROGRAMS}.{name}", arguments=arguments, variables=variables)
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def ask(
+    programs: ForkedPrograms, kind: str, folder: Path, number: int, calls: str
+) -> dict[str, str]:
     """Return how each question of a kind ends in a child for which calls of the system fail."""
-    child = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind, str(folder)],
-        env=failing_calls("/unreadable", number, calls),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    results: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    variables = failing_calls("/unreadable", number, calls)
+    printed = run_program(programs, "ask_in_child", kind, folder, variables=variables)
+    results: dict[str, str] = json.loads(printed.splitlines()[-1])
     return results
 
 
@@ -45,7 +50,7 @@ def ask(kind: str, folder: Path, number: int, calls: str) -> dict[str, str]:
 )
 @pytest.mark.parametrize(("kind", "calls"), [("lists", LIST), ("looks", STAT)])
 def test_no_question_that_is_not_answered_is_answered_no(
-    kind: str, calls: str, number: int, tmp_path: Path
+    programs: ForkedPrograms, kind: str, calls: str, number: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "unreadable"
     for name in ("heads", "telemetry", "shards", "2026-01-01T0000", "devices-1", "report"):
@@ -53,7 +58,7 @@ def test_no_question_that_is_not_answered_is_answered_no(
     for name in ("reads.fasta", "sheet.tsv", "telemetry/telemetry_1.h5"):
         (folder / name).write_text(">read1\nACGT\n")
     mistakes = {}
-    for question, result in ask(kind, folder, number, calls).items():
+    for question, result in ask(programs, kind, folder, number, calls).items():
         # An error of ours, or a problem that a report lists, with the system's words.
         is_known = result.startswith(("UnreadableError: ", "returned ")) and (
             words_of(number) in result
@@ -65,13 +70,16 @@ def test_no_question_that_is_not_answered_is_answered_no(
     assert mistakes == {}
 
 
-def test_the_same_questions_are_answered_where_the_system_answers(tmp_path: Path) -> None:
+def test_the_same_questions_are_answered_where_the_system_answers(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
     """Otherwise the test above could pass because of another error."""
     folder = tmp_path / "readable"
     (folder / "2026-01-01T0000").mkdir(parents=True)
     (folder / "reads.fasta").write_text(">read1\nACGT\n")
     for kind in ("lists", "looks"):
-        for question, result in ask(kind, folder, errno.EIO, LIST + STAT).items():
+        answers = ask(programs, kind, folder, errno.EIO, LIST + STAT)
+        for question, result in answers.items():
             assert words_of(errno.EIO) not in result, question
 
 
@@ -79,26 +87,19 @@ def test_the_same_questions_are_answered_where_the_system_answers(tmp_path: Path
     ("number", "fate"), [(errno.EIO, "waiting"), (errno.EACCES, "failed")], ids=str
 )
 def test_a_folder_of_an_inbox_that_cannot_be_listed_has_a_row(
-    number: int, fate: str, tmp_path: Path
+    programs: ForkedPrograms, number: int, fate: str, tmp_path: Path
 ) -> None:
     inbox = tmp_path / "inbox"
     (inbox / "unreadable").mkdir(parents=True)
     (inbox / "sub").mkdir()
     (inbox / "sub" / "reads.fasta").write_text(">read1\nACGT\n")
-    program = (
-        "import sys; from pathlib import Path; from virnuc_core.inbox import Ledger\n"
-        "ledger = Ledger(Path(sys.argv[1]), Path(sys.argv[2]))\n"
-        "for row in ledger.scan(settle_s=-1): print(row.file, row.fate, row.note, sep='|')"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", program, str(inbox), str(tmp_path / "out")],
-        env=failing_calls("/unreadable", number, LIST),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    rows = {line.split("|")[0]: line.split("|")[1:] for line in child.stdout.splitlines()}
+    variables = failing_calls("/unreadable", number, LIST)
+    out = tmp_path / "out"
+    printed = run_program(programs, "scan_inbox_in_child", inbox, out, variables=variables)
+    rows = {}
+    for line in printed.splitlines():
+        file, *rest = line.split("|")
+        rows[file] = rest
     assert rows["sub/reads.fasta"][0] == "waiting"
     assert rows["unreadable/"][0] == fate
     assert words_of(number) in rows["unreadable/"][1]
@@ -146,38 +147,11 @@ def test_a_folder_is_listed_by_pattern_in_order(tmp_path: Path) -> None:
     assert len(list_folder(tmp_path)) == 4
 
 
-READ_PAIRS = """
-import sys
-from pathlib import Path
-from virnuc_core import system_errors
-from virnuc_core.reads import alignments
-system_errors.RETRY_PAUSES_S = (0.01, 0.01)
-bam, while_file, recovers = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "recovers"
-look, read_to_end = alignments.require_readable, alignments._read_to_end
-
-def look_then_fail(path):
-    look(path)
-    while_file.touch()
-
-def recover_then_read(path):
-    if recovers:
-        while_file.unlink()
-    read_to_end(path)
-
-alignments.require_readable = look_then_fail
-alignments._read_to_end = recover_then_read
-try:
-    print(alignments.mates_follow(bam, "BAM"), alignments.find_samples(bam, "BAM", "none", 0))
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
-"""
-
-
 @pytest.mark.parametrize(
     ("way", "expected"), [("recovers", "True ['one']"), ("stays", "UnreadableError: ")]
 )
 def test_an_error_while_a_bam_file_is_looked_at_is_not_taken_for_single_reads(
-    way: str, expected: str, tmp_path: Path
+    programs: ForkedPrograms, way: str, expected: str, tmp_path: Path
 ) -> None:
     pysam = pytest.importorskip("pysam")
     bam = tmp_path / "unreadable.bam"
@@ -191,12 +165,7 @@ def test_an_error_while_a_bam_file_is_looked_at_is_not_taken_for_single_reads(
                 record.set_tag("RG", "1")
                 file.write(record)
     while_file = tmp_path / "failing"
-    child = subprocess.run(
-        [sys.executable, "-c", READ_PAIRS, str(bam), str(while_file), way],
-        env=failing_calls("/unreadable", errno.ESTALE, READ, while_file),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert child.stdout.startswith(expected)
+    variables = failing_calls("/unreadable", errno.ESTALE, READ, while_file)
+    arguments = (bam, while_file, way)
+    printed = run_program(programs, "read_pairs_in_child", *arguments, variables=variables)
+    assert printed.startswith(expected)

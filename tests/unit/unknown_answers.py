@@ -23,6 +23,7 @@ from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.remote_node import _files_of_models
 from virnuc_core.inbox import Ledger
+from virnuc_core.reads import alignments
 from virnuc_core.reads.alignments import _may_be_opened
 from virnuc_core.reads.sample_sheet import _resolve
 from virnuc_core.reads.sources import find_inputs
@@ -41,7 +42,7 @@ from virnuc_core.telemetry.log import latest, open_frame
 from virnuc_core.tools.rescore import _require_own_directory
 from virnuc_core.validation import ValidationRecord
 
-SHORT_PAUSES_S = (0.01, 0.01)  # between attempts to ask
+NO_PAUSES_S = (0.0, 0.0)  # between attempts to ask
 
 
 class UnusedNode(Node):
@@ -120,7 +121,7 @@ def ask_in_child() -> None:
 
     Arguments: "lists" or "looks", and the folder for which the calls of the system fail.
     """
-    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    system_errors.RETRY_PAUSES_S = NO_PAUSES_S
     os.environ[ROOTS] = os.sep  # every path is allowed, but it must be known where it leads
     kind, folder = sys.argv[1:]
     results = {}
@@ -130,3 +131,40 @@ def ask_in_child() -> None:
         except Exception as error:  # noqa: BLE001 - every error is a result
             results[name] = f"{type(error).__name__}: {error}"
     print(json.dumps(results))
+
+
+def scan_inbox_in_child() -> None:
+    """Print the row of each file of an inbox. Arguments: the inbox, and the output directory."""
+    inbox, out = map(Path, sys.argv[1:])
+    for row in Ledger(inbox, out).scan(settle_s=-1):
+        print(row.file, row.fate, row.note, sep="|")
+
+
+def read_pairs_in_child() -> None:
+    """Look at a BAM file whose disk fails after the first look, and print what is found.
+
+    Arguments: the file; a file during whose life calls fail; and "recovers" if the disk does so
+    before the file is read to its end.
+    """
+    system_errors.RETRY_PAUSES_S = NO_PAUSES_S
+    bam, while_file, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    look = alignments.require_readable
+    read_to_end = alignments._read_to_end
+
+    def look_then_fail(path: str) -> None:
+        """Look at the file, and let its disk fail."""
+        look(path)
+        while_file.touch()
+
+    def recover_then_read(path: str) -> None:
+        """Let the disk recover, if it shall, and read."""
+        if way == "recovers":
+            while_file.unlink()
+        read_to_end(path)
+
+    vars(alignments).update(require_readable=look_then_fail, _read_to_end=recover_then_read)
+    try:
+        mates_follow = alignments.mates_follow(bam, "BAM")
+        print(mates_follow, alignments.find_samples(bam, "BAM", "none", 0))
+    except Exception as error:  # noqa: BLE001 - every error is a result
+        print(f"{type(error).__name__}: {error}")

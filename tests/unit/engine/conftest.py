@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,7 @@ from tests.forked_workers import Forker, workers_of
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 
-from .forked_programs import ForkedPrograms
 from .runs import ONE_CORE, classify_store
-
-
-@pytest.fixture(scope="session")
-def programs() -> Iterator[ForkedPrograms]:
-    """Run functions of `runs` in processes of their own."""
-    with ForkedPrograms() as forked_programs:
-        yield forked_programs
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Programs of `runs` in child processes that need not import the product, which takes 3 s each.
+"""Programs in child processes that need not import the product, which takes 3 s each.
 
 One process imports it, and forks for each program. The library of `failing_files` is preloaded, so
 that calls of the system can fail in each program and in the workers that it starts.
@@ -6,14 +6,19 @@ that calls of the system can fail in each program and in the workers that it sta
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import json
 import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tests.failing_files import failing_variables, has_compiler
 from tests.forked_workers import forks_of_this_process, import_workers, workers_of
@@ -30,7 +35,7 @@ class Request:
     """Programs to run one after the other in one process.
 
     Attributes:
-        names: Functions of `runs`.
+        names: Functions of `runs`, or full names such as "tests.unit.unknown_answers.ask_in_child".
         arguments: The command line, without the name of the program.
         variables: Environment variables besides those of the parent.
         folder: The working directory.
@@ -81,10 +86,10 @@ class ForkedPrograms:
         variables: Mapping[str, str] | None = None,
         folder: Path = REPOSITORY,
     ) -> Ended:
-        """Run functions of `runs` in one new process, and wait for it and for its workers.
+        """Run functions in one new process, and wait for it and for its workers.
 
         Args:
-            names: The functions, in the order of their calls.
+            names: The functions, in the order of their calls: names in `runs`, or full names.
             arguments: The command line that they read.
             variables: Further environment variables, for example those of `failing_variables`.
             folder: The working directory.
@@ -106,21 +111,27 @@ def serve() -> None:
     import_workers()
     for line in iter(sys.stdin.readline, ""):
         request = Request(**json.loads(line))
+        functions = [find_function(name) for name in request.names]
         output_end, output = os.pipe()
         errors_end, errors = os.pipe()
         pid = os.fork()
         if pid == 0:
             _become(request, output, errors)
-            with forks_of_this_process() as forker, workers_of(forker):
-                for name in request.names:
-                    getattr(runs, name)()
-            return  # ends the process as every program ends
+            _run_to_end(functions)
         os.close(output)
         os.close(errors)
         texts = _read_to_end(output_end, errors_end)
         _, status = os.waitpid(pid, 0)
         ended = Ended(os.waitstatus_to_exitcode(status), *texts)
         print(json.dumps(asdict(ended)), flush=True)
+
+
+def find_function(name: str) -> Callable[[], object]:
+    """Return a function of `runs`, or one with a full name, whose module is imported for all forks."""
+    module_name, _, function_name = name.rpartition(".")
+    module = importlib.import_module(module_name) if module_name else runs
+    function: Callable[[], object] = getattr(module, function_name)
+    return function
 
 
 def _become(request: Request, output: int, errors: int) -> None:
@@ -134,6 +145,33 @@ def _become(request: Request, output: int, errors: int) -> None:
     os.environ.update(request.variables)
     os.chdir(request.folder)
     sys.argv = ["-c", *request.arguments]
+
+
+def _run_to_end(functions: Sequence[Callable[[], object]]) -> NoReturn:
+    """Call the functions, and end the process as Python ends a program.
+
+    The interpreter is not taken down: it would touch every object of the process that was forked,
+    so that the system copies them all, which takes a second of a processor.
+    """
+    status = 0
+    try:
+        with forks_of_this_process() as forker, workers_of(forker):
+            for function in functions:
+                function()
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - as Python does, every error is printed
+        status = 1
+        traceback.print_exc()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _read_to_end(*descriptors: int) -> list[str]:

@@ -31,7 +31,10 @@ SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, 
 N_CORES = min(2, len(os.sched_getaffinity(0)))
 ALL_CORES = f"cpu:{N_CORES}"
 ONE_CORE = Devices.parse("cpu:1")
-SHORT_PAUSES_S = (0.05, 0.1, 0.2)  # between attempts to read, in child processes
+# Between attempts to read, in child processes: where a file server comes back meanwhile, and where
+# every attempt fails.
+SHORT_PAUSES_S = (0.05, 0.1, 0.2)
+NO_PAUSES_S = (0.0, 0.0, 0.0)
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
 Staged = tuple[Path, StageSummary]
@@ -104,10 +107,11 @@ def classify_in_child() -> None:
 def predict_in_child() -> None:
     """Predict reads; arguments: root, models, reads. One of our errors is printed as one line.
 
-    Reading is tried again after short pauses only.
+    Reading is tried again after short pauses only; without any if calls fail for good.
     """
     root, models, reads = sys.argv[1:]
-    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    comes_back = "FAIL_WHILE" in os.environ
+    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S if comes_back else NO_PAUSES_S
     spec = RunSpec(
         out=Path(root), reads=(reads,), models=Path(models), devices=ONE_CORE, engine=SMALL
     )
@@ -145,7 +149,7 @@ def read_all_kinds_in_child() -> None:
     from virnuc_core.runfiles import digest
     from virnuc_core.validation import TuningFile, read_usable
 
-    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    system_errors.RETRY_PAUSES_S = NO_PAUSES_S
     folder = Path(sys.argv[1])
     reads = folder / "reads.fasta"
     skip_broken = StageSpec(reads=(str(reads),), model_length=300, on_error="skip")
