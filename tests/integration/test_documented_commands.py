@@ -101,6 +101,7 @@ ELSEWHERE = {
     "make test": "are these tests",
     "make check": "is a step of the CI, .ci/run",
     "make lines": "is a step of the CI, .ci/run",
+    "make kernels-check": "is a step of the CI, .ci/run",
     "make bench": "measures this machine for many minutes",
     "pip install": NETWORK,
     "pip check": "tests/unit/test_requirements.py compares the versions",
@@ -136,6 +137,7 @@ ELSEWHERE = {
     "virnuc predict reads.fq.gz -o run --models models --metrics-file": (
         "needs a folder of node_exporter; tests/unit/telemetry/test_metrics_file.py"
     ),
+    "virnuc predict https:": f"{NETWORK}; with a server of the test: tests/unit/reads/test_remote.py",
     "virnuc predict ncbi:": f"{NETWORK}; with a server of the test: tests/unit/reads/test_remote.py",
     "column -ts $'\\t' first/reads.tsv": "shows what the download gave",
     "virnuc predict --samples": "tests/integration/test_predict_flow.py",

@@ -89,6 +89,24 @@ def test_a_guide_speaks_to_the_reader(path: Path) -> None:
     assert measure(path.read_text(encoding="utf-8")).you_per_1000 >= MIN_YOU_PER_1000
 
 
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, by GitHub's and mkdocs' common rule."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    anchors = set()
+    for heading in re.findall(r"^#{1,6} +(.+)$", text, re.M):
+        words = re.sub(r"[^\w\s-]", "", heading.lower()).split()
+        anchors.add("-".join(words))
+    return anchors
+
+
+@pytest.mark.parametrize("path", PLAIN_PAGES, ids=page_name)
+def test_a_link_to_a_heading_finds_it(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    for page, anchor in links:
+        target = (path.parent / page).resolve() if page else path
+        assert anchor in anchors_of(target), f"{page}#{anchor}"
+
+
 def test_every_package_of_an_installation_has_its_licence_listed() -> None:
     listed = listed_licences(PAGE.read_text(encoding="utf-8"))
     versions = pinned_versions()
