@@ -134,6 +134,8 @@ ELSEWHERE = {
     "virnuc predict reads.fastq.gz -o /shared/run": CLUSTER,
     "virnuc predict reads.fastq.gz -o run --models models --cluster": CLUSTER,
     "virnuc predict reads.fastq.gz -o run --models models --devices cuda": GPU,
+    "virnuc predict reads.fastq.gz -o killed ": f"{GPU}; tests/faults kills runs on cores",
+    "virnuc predict reads.fastq.gz -o whole ": GPU,
     "virnuc predict reads.fq.gz -o run --models models --metrics-file": (
         "needs a folder of node_exporter; tests/unit/telemetry/test_metrics_file.py"
     ),
