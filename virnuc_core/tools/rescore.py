@@ -4,6 +4,10 @@ The head is the small classifier that turns embeddings into scores.
 """
 
 import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,6 +51,9 @@ from virnuc_core.sample_familiarity import SampleFamiliarity
 from virnuc_core.system_errors import is_folder, path_exists
 
 DEFAULT_VERDICT: Final = VerdictSpec()
+# Shards that are scored at the same time: so many at most, and so many bytes of embeddings.
+MAX_SCORING_THREADS: Final = 4
+MAX_EMBEDDING_BYTES: Final = 1 << 28
 log = logging.getLogger(__name__)
 
 
@@ -266,11 +273,7 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
     if note:
         remarks = (*remarks, note)
     head = Head(shape, read_tensor, torch.device("cpu"))
-    scores, _ = shards.read_scores(finished.run)  # an array of the right shape, filled anew below
-    for shard in range(len(finished.plan)):
-        result = shards.read_shard(finished.run, finished.plan, shard)
-        start, end = finished.plan.range(shard)
-        scores[start:end] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+    scores = _score_shards(finished, head)
     return _Scoring(
         scores=scores,
         is_failed=np.isnan(scores[:, 0]),  # a sequence without an embedding has no score
@@ -282,6 +285,51 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
         remarks=remarks,
         compared=compared,
     )
+
+
+def _score_shards(finished: _FinishedRun, head: Head) -> NDArray[np.float32]:
+    """Return the scores of all sequences of a run by a head, float32 [uniques, 2].
+
+    Several threads read and score a shard each. Within a shard torch uses one thread: the blocks of
+    rows are so small that its threads would mostly wait for each other.
+    """
+    plan = finished.plan
+
+    def score_shard(shard: int) -> NDArray[np.float32]:
+        """Return the scores of one shard, float32 [rows, 2]."""
+        embeddings = shards.read_shard(finished.run, plan, shard).embeddings
+        scores: NDArray[np.float32] = head.scores(torch.from_numpy(embeddings)).numpy()
+        return scores
+
+    n_threads = _count_threads(plan, head.shape.width)
+    with _one_torch_thread(), ThreadPoolExecutor(n_threads) as threads:
+        # The empty array stands for a run without any shard.
+        parts = [np.empty((0, 2), np.float32), *threads.map(score_shard, range(len(plan)))]
+    return np.concatenate(parts)
+
+
+def _count_threads(plan: ShardPlan, width: int) -> int:
+    """Return how many shards may be scored at the same time.
+
+    Args:
+        plan: The plan of the run.
+        width: Numbers of an embedding.
+    """
+    most_rows = max(np.diff(plan.bounds), default=0)
+    shard_bytes = max(1, int(most_rows) * width * np.dtype(np.float32).itemsize)
+    n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
+    return max(1, min(MAX_SCORING_THREADS, n_cores, MAX_EMBEDDING_BYTES // shard_bytes))
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Let each torch operation of the `with` block use one thread."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def _require_fitting_head(folder: Path, shape: HeadShape, finished: _FinishedRun) -> None:

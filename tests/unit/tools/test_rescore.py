@@ -35,7 +35,7 @@ from virnuc_core.report.summary_page import write_rescore_pages
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
-from virnuc_core.tools.rescore import rescore
+from virnuc_core.tools.rescore import _count_threads, rescore
 
 FRAMES = "prediction_results.txt"
 FRAME_FILES = (FRAMES, "prediction_results_highestscore.csv")
@@ -410,3 +410,44 @@ def test_the_page_shows_the_command_of_a_terminal_and_none_of_a_script(
     without_command = write_rescore_pages(out, run, summary, None).read_text()
     assert "kernel" not in without_command
     assert "virnuc rescore" not in without_command
+
+
+def test_torch_uses_one_thread_while_shards_are_scored_and_as_many_as_before_afterwards(
+    run: RunDir, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 256 rows on many threads took ten times the processor time on a busy machine."""
+    n_threads = []
+    score_rows = Head.scores
+
+    def watched_scores(head: Head, features: torch.Tensor) -> torch.Tensor:
+        n_threads.append(torch.get_num_threads())
+        return score_rows(head, features)
+
+    monkeypatch.setattr(Head, "scores", watched_scores)
+    n_threads_before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rescore(run, models, RunDir(tmp_path / "new"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(n_threads_before)
+    assert len(n_threads) == len(shards.read_plan(run))
+    assert set(n_threads) == {1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "cores", "expected"),
+    [
+        (5_000, 64, 4),  # 67 MB each, a usual shard
+        (5_000, 2, 2),
+        (40_000, 64, 1),  # a gigabyte, of the largest runs
+        (10_000, 64, 2),
+        (0, 64, 4),
+    ],
+)
+def test_shards_that_are_scored_together_fit_into_little_memory(
+    rows: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    plan = shards.ShardPlan(bounds=(0, rows) if rows else (0,), fingerprint="any")
+    assert _count_threads(plan, width=3_328) == expected
