@@ -140,6 +140,7 @@ ELSEWHERE = {
         "needs a folder of node_exporter; tests/unit/telemetry/test_metrics_file.py"
     ),
     "virnuc predict https:": f"{NETWORK}; with a server of the test: tests/unit/reads/test_remote.py",
+    "virnuc predict-inbox": "tests/integration/test_command_line.py",
     "virnuc predict ncbi:": f"{NETWORK}; with a server of the test: tests/unit/reads/test_remote.py",
     "column -ts $'\\t' first/reads.tsv": "shows what the download gave",
     "virnuc predict --samples": "tests/integration/test_predict_flow.py",
