@@ -480,7 +480,10 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
             parts: The pattern, split at each `/`. The first part is for names in `folder`, the next
                 one for names in its sub-folders, and so on.
         """
-        for name in fnmatch.filter(names_in(folder), parts[0]):
+        names = names_in(folder)
+        if not names:
+            return  # to make an expression of a pattern takes longer than to list a folder
+        for name in fnmatch.filter(names, parts[0]):
             if len(parts) == 1:
                 yield folder / name
             else:
@@ -498,8 +501,9 @@ def _folders_of(patterns: Iterable[str]) -> set[str]:
     """
     folder_patterns: set[str] = set()
     for pattern in patterns:
-        parents = list(Path(pattern).parents)[:-1]  # without "."
-        folder_patterns.update(map(str, parents))
+        parts = pattern.split("/")
+        for depth in range(1, len(parts)):
+            folder_patterns.add("/".join(parts[:depth]))
     return folder_patterns
 
 

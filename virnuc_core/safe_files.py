@@ -91,7 +91,7 @@ def _directory_of(path: Path, root: Path | None) -> Path:
     if _directories:
         for folder in reversed(path.parents):
             # A path with ".." below the folder could leave it again.
-            has_way_out = ".." in path.relative_to(folder).parts
+            has_way_out = ".." in path.parts[len(folder.parts) :]
             if not has_way_out and folder.resolve() in _directories:
                 return folder
     if root is None:
