@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
 
-from tests.forked_workers import Forker, forks_of_new_process, workers_of
+from tests.forked_workers import Forker, forks_of_new_process, require_descriptor, workers_of
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,13 @@ def _signal_handlers() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Write files without waiting until the disk has them, which only a power failure would show."""
+    with patch.object(os, "fsync", require_descriptor):
+        yield
 
 
 @pytest.fixture(scope="session")

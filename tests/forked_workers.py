@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import IO, Any, Final, NoReturn
 from unittest.mock import patch
 
 from virnuc_core.baseline.run import WORKER_MODULE as BASELINE_WORKER
@@ -168,9 +168,18 @@ def show_command(command: Sequence[str]) -> None:
         ctypes.memmove(start, words.ljust(room, b"\0"), room)
 
 
+def require_descriptor(file: int | IO[Any]) -> None:
+    """Raise the error of `os.fsync` for what is no open file, and do not wait for the disk."""
+    os.fstat(file if isinstance(file, int) else file.fileno())
+
+
 def serve_new(descriptor: int) -> NoReturn:
-    """Import what workers need, and serve requests of a connection that was inherited."""
+    """Import what workers need, and serve requests of a connection that was inherited.
+
+    The forks do not wait for the disk, as the tests do not (`tests/conftest.py`).
+    """
     import_workers()
+    os.fsync = require_descriptor
     serve(socket.socket(fileno=descriptor))
 
 
