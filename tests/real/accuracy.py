@@ -18,7 +18,6 @@ each line; may be left out). A read without a line was not given to the tool, an
 
 from __future__ import annotations
 
-import argparse
 import resource
 import shutil
 import subprocess
@@ -54,6 +53,7 @@ from virnuc_core.training.truth import OTHERS, TEST_SIDE, VIRUS
 from .genomes import COMPLEMENT
 from .heads import deal_folds
 from .kinds import READS_OF_KIND, read_records, weights_of_drawn_genomes, write_reads_of_kinds
+from .material import argument_parser, spec_of
 from .training import embed, make_models
 
 LENGTHS: Final = (150, 300, 500)
@@ -119,15 +119,6 @@ def read_sample(reads: Path, run: RunDir) -> tuple[Asked, Examples]:
     table["letters"] = table["read"].map(letters)
     table["has_frame"] = table.index.isin(examples.rows["read"])
     return Asked(reads.parent, table, genomes), examples
-
-
-def spec_of(reads: Path) -> TrainSpec:
-    """Return the settings of a training on some reads."""
-    return TrainSpec(
-        truth=Path(f"{reads}.truth.tsv"),
-        groups=Path(f"{reads}.groups.tsv"),
-        genomes=Path(f"{reads}.genomes.fasta.gz"),
-    )
 
 
 def ask_frames(
@@ -448,10 +439,7 @@ def compare(wheels: Path, data: Path, out: Path, length: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the methods at each length, and write the tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = argument_parser()
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ the use of codons is measured, so nothing is embedded. The arguments are those o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from virnuc_core.training.familiarity import fit_composition
 from ..unit.training.coding_genomes import rows_of_genomes, stage_reads
 from .genomes import Genome, cut
 from .kinds import all_genomes
+from .material import argument_parser
 
 LENGTHS: Final = (300, 150)
 SAMPLE_SIZES: Final = (200, 1000)
@@ -183,11 +183,7 @@ def table_of(lines: list[str]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
+    arguments = argument_parser().parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     table = table_of(measure(arguments.wheels, arguments.data, arguments.out))
     (arguments.out / "familiarity.md").write_text(table, encoding="utf-8")

@@ -10,7 +10,6 @@ divide the genomes that are left, and choose among the readers.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ from threadpoolctl import threadpool_limits
 
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec
-from virnuc_core.encoders.model_config import HeadShape, read_shape
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.training.evaluation import by_level, weighted_metrics
-from virnuc_core.training.features import Features, load_features
-from virnuc_core.training.splits import assign_training_sides, choose_examples
+from virnuc_core.training.features import Features
+from virnuc_core.training.splits import assign_training_sides
 from virnuc_core.training.truth import VIRUS
 
 from .kinds import GC_RICH, weights_of_drawn_genomes, write_reads_of_kinds
+from .material import argument_parser, load_material, spec_of
 from .readers import (
     FOUR_MERS_ONLY,
     HEAD,
@@ -462,31 +461,19 @@ def load_protein_features(
     reads = write_reads_of_kinds(wheels, data, out, LENGTH, times)
     models = make_models(wheels, out).real
     run = embed(reads, models, out / "run")
-    spec = TrainSpec(
-        truth=Path(f"{reads}.truth.tsv"),
-        groups=Path(f"{reads}.groups.tsv"),
-        genomes=Path(f"{reads}.genomes.fasta.gz"),
-    )
-    store = OrfStore.open(run.store)
-    examples = choose_examples(store, spec)
-    features = load_features(run, store, examples.rows)
-    shape = read_shape(models / "head" / "config.json", HeadShape)
-    proteins = features.embeddings[:, shape.dna_width :].contiguous()
-    sources = examples.genomes["source"].to_numpy()[features.rows["genome"]]
-    rows = features.rows.assign(source=sources)
+    material = load_material(models, run, spec_of(reads))
+    features = material.features
+    proteins = features.embeddings[:, material.shape.dna_width :].contiguous()
     # A head needs a column of DNA. Only the sum of both widths matters here.
-    shape = shape.model_copy(
-        update={"dna_width": 1, "protein_width": proteins.shape[1] - 1, "hidden": spec.hidden}
+    shape = material.shape.model_copy(
+        update={"dna_width": 1, "protein_width": proteins.shape[1] - 1}
     )
-    return Features(rows, proteins, features.four_mers), shape, spec
+    return Features(features.rows, proteins, features.four_mers), shape, material.spec
 
 
 def main() -> None:
     """Cut reads, embed them once, and write the tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = argument_parser()
     parser.add_argument("--times", type=int, default=1, help="times as many reads as in `kinds`")
     parser.add_argument("--readers", choices=("linear", "all"), default="all")
     parser.add_argument("--repeats", type=int, default=1, help="times the genomes are dealt")

@@ -7,7 +7,6 @@ and writes a table of the figures by kind to OUT/balancing.md. WHEELS is the fol
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Final, get_args
 
@@ -20,15 +19,14 @@ from xopen import xopen
 
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec
-from virnuc_core.encoders.model_config import HeadShape, read_shape
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.rundir import RunDir
 from virnuc_core.training.evaluation import by_level, weighted_metrics
-from virnuc_core.training.features import Features, load_features
+from virnuc_core.training.features import Features
 from virnuc_core.training.fitting import HEAD_METHOD, cross_validate
-from virnuc_core.training.splits import Examples, choose_examples
 
 from .genomes import Genome, Read, cut, hosts, spread, viruses, write_tables
+from .material import argument_parser, load_material, spec_of
 from .training import LENGTH, embed, make_models
 
 # The kind of each file in DATA, by the beginning of its name.
@@ -163,38 +161,23 @@ def measure(models: Path, reads: Path, run: RunDir) -> str:
         reads: The beginning of the names of the files with reads and tables.
         run: The run with the embeddings.
     """
-    spec = TrainSpec(
-        truth=Path(f"{reads}.truth.tsv"),
-        groups=Path(f"{reads}.groups.tsv"),
-        genomes=Path(f"{reads}.genomes.fasta.gz"),
-        method="network",
-        repeats=REPEATS,
-    )
-    store = OrfStore.open(run.store)
-    examples = choose_examples(store, spec)
-    old_shape = read_shape(models / "head" / "config.json", HeadShape)
-    shape = old_shape.model_copy(update={"hidden": spec.hidden})
-    features = load_features(run, store, examples.rows)
+    material = load_material(models, run, spec_of(reads, method="network", repeats=REPEATS))
     figures_of_balance = {}
     for balance in BALANCES:
-        balanced_spec = spec.model_copy(update={"balance": balance})
-        table = _score_reads(features, examples, shape, balanced_spec)
+        balanced_spec = material.spec.model_copy(update={"balance": balance})
+        table = _score_reads(material.features, material.shape, balanced_spec)
         figures_of_balance[balance] = _bootstrap(table)
     return _write_table(figures_of_balance)
 
 
-def _score_reads(
-    features: Features, examples: Examples, shape: HeadShape, spec: TrainSpec
-) -> list[pd.DataFrame]:
+def _score_reads(features: Features, shape: HeadShape, spec: TrainSpec) -> list[pd.DataFrame]:
     """Return a table of scored reads for each repeat of the cross-validation."""
     first_rows = features.rows.groupby("read").first()
-    sources = examples.genomes["source"].to_numpy()[first_rows["genome"]]
     tables = []
     with threadpool_limits(1), torch.random.fork_rng(devices=[]):
         for scoring in cross_validate(features, shape, spec)[HEAD_METHOD]:
             reads = by_level(scoring.rows, scoring.scores)["read"]
-            kinds_and_gc = {"kind": first_rows["kind"], "gc": first_rows["gc"], "source": sources}
-            tables.append(reads.assign(**kinds_and_gc))
+            tables.append(reads.assign(**first_rows[["kind", "gc", "source"]]))
     return tables
 
 
@@ -287,11 +270,7 @@ def _interval(samples: NDArray[np.float64], sign: str = "") -> str:
 
 def main() -> None:
     """Cut reads, embed them once, and write the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
+    arguments = argument_parser().parse_args()
     arguments.out.mkdir(parents=True)
     reads = write_reads_of_kinds(arguments.wheels, arguments.data, arguments.out, LENGTH)
     models = make_models(arguments.wheels, arguments.out).real

@@ -8,7 +8,6 @@ begins the table anew at which it was interrupted.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from .material import argument_parser
 
 # Module, and the file with its table.
 TABLES: Final = {
@@ -61,10 +62,7 @@ def make_tables(wheels: Path, data: Path, out: Path, modules: Sequence[str]) -> 
 
 def main() -> None:
     """Make the tables that the command line names; all by default."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = argument_parser()
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
     arguments = parser.parse_args()
     page = make_tables(arguments.wheels, arguments.data, arguments.out, arguments.only)

@@ -6,7 +6,6 @@ arguments are those of `kinds`. Half of the reads are taken as viral.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.composition import judge_sample, read_distances
-from virnuc_core.encoders.model_config import Estimate, HeadShape, read_shape
+from virnuc_core.encoders.model_config import Estimate
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.sample_familiarity import MIN_READS
 from virnuc_core.training.evaluation import (
@@ -31,13 +30,13 @@ from virnuc_core.training.evaluation import (
     row_weights,
 )
 from virnuc_core.training.familiarity import fit_composition
-from virnuc_core.training.features import Features, load_features
 from virnuc_core.training.fitting import HEAD_METHOD, cross_validate, fit_methods
-from virnuc_core.training.splits import assign_folds, assign_training_sides, choose_examples
+from virnuc_core.training.splits import assign_folds, assign_training_sides
 from virnuc_core.training.thresholds import choose_thresholds
 from virnuc_core.training.truth import OTHERS, TEST_SIDE, VIRUS
 
 from .kinds import write_reads_of_kinds
+from .material import Material, argument_parser, load_material, spec_of
 from .training import LENGTH, embed, make_models
 
 SEEDS: Final = range(20, 40)  # the intervals were designed with the seeds 0 to 19
@@ -68,50 +67,6 @@ class Trial:
         """Return whether the realised rate lies in the interval of the training's own rate."""
         low, high = self.resampled
         return low <= self.realised_rate <= high
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """All frames with their embeddings; the rows have the columns source and kind."""
-
-    store: OrfStore
-    features: Features
-    shape: HeadShape
-
-    @property
-    def genomes(self) -> pd.DataFrame:
-        """Return label and kind of each independent genome."""
-        columns = ["label", "kind"]
-        genomes: pd.DataFrame = self.features.rows.groupby("source")[columns].first()
-        return genomes
-
-    def select(self, sources: Iterable[int]) -> Features:
-        """Return the frames of some independent genomes."""
-        is_wanted = self.features.rows["source"].isin(list(sources)).to_numpy()
-        return self.features.select(np.flatnonzero(is_wanted))
-
-
-def load_material(models: Path, reads: Path, run_folder: Path) -> Material:
-    """Embed labelled reads, and load what is learnt from.
-
-    Args:
-        models: The models directory.
-        reads: The beginning of the names of the files with reads and tables.
-        run_folder: The training directory to write.
-    """
-    run = embed(reads, models, run_folder)
-    spec = TrainSpec(
-        truth=Path(f"{reads}.truth.tsv"),
-        groups=Path(f"{reads}.groups.tsv"),
-        genomes=Path(f"{reads}.genomes.fasta.gz"),
-    )
-    store = OrfStore.open(run.store)
-    examples = choose_examples(store, spec)
-    sources = examples.genomes["source"].to_numpy()[examples.rows["genome"]]
-    features = load_features(run, store, examples.rows.assign(source=sources))
-    old_shape = read_shape(models / "head" / "config.json", HeadShape)
-    shape = old_shape.model_copy(update={"hidden": spec.hidden})
-    return Material(store, features, shape)
 
 
 def score_reads(rows: pd.DataFrame, scores: NDArray[np.float64]) -> pd.DataFrame:
@@ -320,15 +275,12 @@ def measure(material: Material) -> str:
 
 def main() -> None:
     """Cut reads, embed them once, and write the tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
+    arguments = argument_parser().parse_args()
     arguments.out.mkdir(parents=True)
     reads = write_reads_of_kinds(arguments.wheels, arguments.data, arguments.out, LENGTH)
     models = make_models(arguments.wheels, arguments.out).real
-    material = load_material(models, reads, arguments.out / "run")
+    run = embed(reads, models, arguments.out / "run")
+    material = load_material(models, run, spec_of(reads))
     tables = measure(material)
     (arguments.out / "thresholds.md").write_text(tables, encoding="utf-8")
 
