@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from virnuc.flows.settings.measured import MeasureSettings
 from virnuc.tasks.outcome import Outcome, completed, failed
 from virnuc_core.errors import VirnucError
-from virnuc_core.report.model import Report, ReportOutcome
 from virnuc_core.rundir import RunDir
+
+if TYPE_CHECKING:
+    from virnuc.flows.settings.measured import MeasureSettings
+    from virnuc_core.report.model import Report, ReportOutcome
 
 # names of the outcomes of runs that ended well, but not as was asked
 NOT_MET: Final = "Criteria not met"
@@ -41,12 +43,12 @@ class ValidationResult:
 
 
 def judged_outcome(
-    settings: MeasureSettings,
-    report: Report,
+    settings: "MeasureSettings",
+    report: "Report",
     message: str,
     verdict: str | None = None,
     *,
-    outcome: ReportOutcome | None = None,
+    outcome: "ReportOutcome | None" = None,
 ) -> Outcome[ValidationResult]:
     """Return the outcome of a flow whose figures were judged.
 

@@ -15,6 +15,7 @@ from virnuc.flows.cli import run_from_terminal as terminal
 from virnuc.flows.cli.answer_text import answer_lines, warning_lines
 from virnuc.flows.cli.options import OnTerminal, command
 from virnuc.flows.cli.output import say, show_table
+from virnuc.flows.outcome import NOT_MET, REJECTED
 from virnuc.flows.page_in_ui import page_in_ui
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
@@ -205,8 +206,6 @@ def exit_code(outcome: Outcome[Any]) -> int:
     Raises:
         Exception: What the flow raised.
     """
-    from virnuc.flows.outcome import NOT_MET, REJECTED  # it brings reports along
-
     if outcome.name in (NOT_MET, REJECTED):
         return CRITERION_FAILED
     result = outcome.result()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers, use_server
+from virnuc.flows.outcome import NotMetError
 from virnuc.flows.parameters import PRIVATE_FIELDS
 from virnuc.flows.running_alone import warn_of_running_alone
 from virnuc.flows.settings.predict import PredictSettings
@@ -178,8 +179,6 @@ def _raise_failure(outcome: Outcome[Any]) -> None:
     Raises:
         BaseException: The error.
     """
-    from virnuc.flows.outcome import NotMetError
-
     if outcome.error is not None and not isinstance(outcome.error, NotMetError):
         raise outcome.error
 

@@ -22,7 +22,7 @@ from virnuc_core.report.bottlenecks import (
     STAGE_ADVICE,
     TIME_SHARE,
 )
-from virnuc_core.report.render import markdown_table
+from virnuc_core.report.filling import markdown_table
 from virnuc_core.report.sections import Row
 from virnuc_core.report.text import number, percent
 

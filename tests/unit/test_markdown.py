@@ -15,7 +15,7 @@ from virnuc_core.markdown import (
     escape_markdown,
     front_matter_value,
 )
-from virnuc_core.report.render import markdown_table
+from virnuc_core.report.filling import markdown_table
 from virnuc_core.report.text import cell, markdown_cell
 
 from .markdown_pages import HOSTILE_TEXTS, PARSER, names, shown_texts, structure

@@ -6,7 +6,6 @@ The series are part of the report's data. The same data gives the same bytes of 
 import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,7 @@ from virnuc_core.report.model import (
     ScalingMetrics,
 )
 from virnuc_core.report.raw_files import RawFolder
+from virnuc_core.report.sections import Chart
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows
@@ -205,15 +205,6 @@ def _bar(label: str, start_s: float | None, end_s: float | None, origin_s: float
 
 
 # --- Drawings -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A drawing with what it shows."""
-
-    title: str
-    description: str
-    svg: str
 
 
 def all_charts(report: Report) -> list[Chart]:

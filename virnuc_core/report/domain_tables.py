@@ -6,7 +6,7 @@ from typing import Final
 
 from virnuc_core.encoders.model_config import DomainRow, Estimate, TrainingDomain
 from virnuc_core.reads.simulate import LABELS
-from virnuc_core.report.render import fill_template
+from virnuc_core.report.filling import fill_template
 from virnuc_core.report.text import cell, percent
 
 FEW_GENOMES: Final = 5  # fewer say little of further genomes of a kind

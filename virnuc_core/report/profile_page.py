@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from virnuc_core.report.filling import fill_template
 from virnuc_core.report.model import Bottleneck
-from virnuc_core.report.render import fill_template
 from virnuc_core.report.sections import Row
 from virnuc_core.report.text import gibibytes
 from virnuc_core.report.views.losses import bottleneck_sentence, loss_rows

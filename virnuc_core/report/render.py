@@ -4,16 +4,11 @@
 forms show is decided by `views` and `printed`. The templates hold only the layout.
 """
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from virnuc_core.checked_files import with_own_digest
-from virnuc_core.markdown import code_block, code_span, front_matter_value
 from virnuc_core.report.benchmark import (
     BenchmarkResults,
     DeviceResult,
@@ -22,7 +17,8 @@ from virnuc_core.report.benchmark import (
     benchmark_name,
     benchmark_title,
 )
-from virnuc_core.report.charts import GENERATOR, Chart, all_charts
+from virnuc_core.report.charts import GENERATOR, all_charts
+from virnuc_core.report.filling import Tile, fill_template, sections_markdown
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics
 from virnuc_core.report.printed import (
     criteria_block,
@@ -31,14 +27,13 @@ from virnuc_core.report.printed import (
     summary_block,
     verdict_counts,
 )
-from virnuc_core.report.sections import Row, Section
+from virnuc_core.report.sections import Chart, Row, Section
 from virnuc_core.report.text import (
     Mark,
     cell,
     clock,
     format_value,
     gibibytes,
-    markdown_cell,
     number,
     percent,
     target_text,
@@ -138,11 +133,6 @@ def report_body(report: Report) -> str:
         sections=sections_markdown(report_sections(report)),
         summary=summary_text(report),
     )
-
-
-def sections_markdown(sections: list[Section]) -> str:
-    """Return sections in Markdown, each with its heading."""
-    return fill_template(SECTIONS_TEMPLATE, sections=sections)
 
 
 def benchmark_markdown(report: Report) -> str:
@@ -278,30 +268,7 @@ def charts_markdown(charts: list[Chart]) -> str:
     return fill_template("charts.md.j2", charts=charts)
 
 
-def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows as a Markdown table; no rows give no table."""
-    if not rows:
-        return ""
-    columns = list(rows[0])
-    lines = [_markdown_row(columns), "|" + " --- |" * len(columns)]
-    lines += [_markdown_row(row.values()) for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_row(cells: Iterable[object]) -> str:
-    """Return one line of a Markdown table."""
-    return f"| {' | '.join(markdown_cell(value) for value in cells)} |"
-
-
 # --- HTML -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A number in large letters at the top of the page, with a caption."""
-
-    words: str
-    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,50 +347,3 @@ def _tiles(report: Report) -> list[Tile]:
     tiles.append(Tile("reads", cell(num_reads)))
     tiles.append(Tile("tokens/s", cell(number(tokens_per_s, 0))))
     return tiles
-
-
-# --- Templates ------------------------------------------------------------------------------------
-
-
-SECTIONS_TEMPLATE: Final = "sections.md.j2"
-
-
-@cache
-def environment() -> Environment:
-    """Return the Jinja environment with all templates of this package.
-
-    Values are escaped in HTML pages and drawings. A template fails if it uses a value that was not
-    given.
-    """
-    jinja = Environment(
-        loader=PackageLoader("virnuc_core.report"),
-        autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    jinja.filters["cell"] = cell
-    jinja.filters["markdown"] = markdown_cell
-    jinja.filters["markdown_table"] = markdown_table
-    jinja.filters["code_block"] = code_block
-    jinja.filters["code_span"] = code_span
-    jinja.filters["front_matter"] = front_matter_value
-    jinja.filters["base64"] = _base64
-    jinja.tests["mark"] = _is_mark
-    return jinja
-
-
-def fill_template(name: str, **values: object) -> str:
-    """Return the text of a template with these values filled in."""
-    return environment().get_template(name).render(values)
-
-
-def _base64(text: str) -> str:
-    """Return a text encoded as Base64, for a `data:` URL."""
-    return base64.b64encode(text.encode()).decode()
-
-
-def _is_mark(value: object) -> bool:
-    """Return whether a value is a `Mark`, which templates show in colour."""
-    return isinstance(value, Mark)

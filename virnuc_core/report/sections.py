@@ -69,3 +69,12 @@ def with_columns_of_first(rows: Sequence[Row]) -> list[Row]:
         return []
     columns: Row = dict.fromkeys(rows[0])
     return [columns | row for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with what it shows."""
+
+    title: str
+    description: str
+    svg: str

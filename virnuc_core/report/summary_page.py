@@ -23,16 +23,15 @@ from virnuc_core.encoder_names import NAMES
 from virnuc_core.errors import join_first
 from virnuc_core.reads.samples import SampleRow
 from virnuc_core.reads.subsets import read_columns
-from virnuc_core.report.charts import Chart
-from virnuc_core.report.histogram import draw_histogram
-from virnuc_core.report.render import (
+from virnuc_core.report.filling import (
     SECTIONS_TEMPLATE,
     Tile,
     environment,
     fill_template,
     sections_markdown,
 )
-from virnuc_core.report.sections import Row, Section, Table
+from virnuc_core.report.histogram import draw_histogram
+from virnuc_core.report.sections import Chart, Row, Section, Table
 from virnuc_core.report.text import Link, Number, cell
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import (

@@ -4,12 +4,14 @@ No number is rounded across its target: 89.96 % never reads 90 %.
 """
 
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from virnuc_core.markdown import Markdown, escape_markdown
 from virnuc_core.profiles import Target
-from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
+
+if TYPE_CHECKING:
+    from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 
 UNKNOWN: Final = "n/a"
 NOT_MEASURED: Final = "not measured"
@@ -49,7 +51,7 @@ class Mark:
         word: What is written, where it is another word than the verdict.
     """
 
-    verdict: Verdict
+    verdict: "Verdict"
     word: str = ""
 
     @property
@@ -165,7 +167,7 @@ def round_beside_target(value: float, decimals: int, target: Target | None) -> s
     return repr(value)
 
 
-def format_value(criterion: Criterion) -> str:
+def format_value(criterion: "Criterion") -> str:
     """Return the value of a criterion, with enough decimals to show whether it meets its target.
 
     A value that was computed for more reads than were measured is marked: `33:45 (projected)`.
@@ -243,7 +245,7 @@ def _duration_target_text(target: Target) -> str:
     return f"{target.op}{seconds:g} s"
 
 
-def stage_text(run: RunMetrics, stage: str) -> str:
+def stage_text(run: "RunMetrics", stage: str) -> str:
     """Return the time of a stage: `502s (15.7%)`, `0s (fused)` or `n/a (not measured)`.
 
     Args:

@@ -13,7 +13,7 @@ from virnuc_core.report.domain_tables import (
     one_kind_notes,
     unstated_kind_notes,
 )
-from virnuc_core.report.render import fill_template
+from virnuc_core.report.filling import fill_template
 from virnuc_core.report.text import cell, percent
 from virnuc_core.training.evaluation import Figures, Points
 from virnuc_core.training.thresholds import MAX_RATE_RATIO

@@ -21,7 +21,7 @@ from virnuc.tasks.artifacts import (
 )
 from virnuc_core.errors import printable
 from virnuc_core.markdown import Markdown
-from virnuc_core.report.render import markdown_table
+from virnuc_core.report.filling import markdown_table
 
 from ..markdown_pages import HOSTILE_TEXTS, names, shown_texts, structure
 

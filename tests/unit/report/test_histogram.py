@@ -90,11 +90,13 @@ def test_large_lengths_keep_all_their_digits() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_a_prediction_needs_no_matplotlib() -> None:
+def test_the_page_of_a_prediction_needs_neither_matplotlib_nor_reports_of_validations() -> None:
     code = (
         "import sys, virnuc_core.report.summary_page as page;"
         "page.read_charts([0, 1], [3], [1, 2]);"
-        "print('matplotlib' in sys.modules)"
+        "page.load_templates();"
+        "heavy = {'matplotlib', 'virnuc_core.report.model', 'virnuc_core.report.render'};"
+        "print(*sorted(heavy & sys.modules.keys()))"
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert shown.stdout.strip() == "False"
+    assert shown.stdout.split() == []

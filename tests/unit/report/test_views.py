@@ -11,8 +11,9 @@ from jinja2 import UndefinedError, meta
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import read_report
+from virnuc_core.report.filling import environment, fill_template
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import environment, fill_template, render, report_text
+from virnuc_core.report.render import render, report_text
 from virnuc_core.report.sections import Table
 from virnuc_core.report.text import Mark, Number, cell, markdown_cell, number
 from virnuc_core.report.views.devices import utilisation_section, windows_section
