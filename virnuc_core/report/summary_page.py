@@ -90,6 +90,8 @@ NO_FRAME_NOTE: Final = (
     "No open reading frame: there is a stop codon in each of the six ways to translate the read, "
     "or in each chunk of a long read. The method looks at frames without a stop codon only."
 )
+# The program of a notebook, whose words tell nothing about a run
+NOTEBOOK_KERNEL: Final = "ipykernel_launcher.py"
 FLAG_MEANINGS: Final = {
     "short_for_model": "shorter than half of the classifier's length",
     "ambiguous": "has letters other than A, C, G and T",
@@ -566,7 +568,9 @@ def _origin_facts(
         threshold: The score from which a read is viral.
     """
     facts: dict[str, str] = {}
-    if command:
+    if command and Path(command[0]).name == NOTEBOOK_KERNEL:
+        facts["command"] = "in a notebook"
+    elif command:
         facts["command"] = " ".join(command)
     for file in record.inputs:
         facts[f"reads: {file.file}"] = f"{file.reads:,} reads"

@@ -199,3 +199,15 @@ def test_pairs_are_counted_in_the_words_of_the_page() -> None:
         "no verdict: no open reading frame": 2,
         "no verdict: set aside (failed.tsv)": 1,
     }
+
+
+def test_the_page_of_a_run_in_a_notebook_shows_no_command_of_the_kernel(
+    finished: tuple[RunDir, RunSummary],
+) -> None:
+    run, summary = finished
+    command = ("/env/site-packages/ipykernel_launcher.py", "-f", "/home/me/kernel-1.json")
+    attempt = Attempt(started="now", devices=(), command=command)
+    write(run.record, RunRecord(fingerprints={}, attempts=(attempt,), virnuc_version="0.1.0"))
+    page = write_summary_pages(run, "swab", summary).read_text()
+    assert "kernel" not in page
+    assert "in a notebook" in page
