@@ -51,6 +51,8 @@ class RawFolder:
     root: Path
     used: set[str] = field(default_factory=set)
     problems: dict[str, str] = field(default_factory=dict)  # by file, a sentence each
+    # The telemetry that was read last, by its path. It is large, so that no other one is kept.
+    _last_telemetry: dict[Path, NamedTelemetry] = field(default_factory=dict)
 
     def read(self, kind: type[File], *parts: str) -> File | None:
         """Return the content of a JSON file. The file becomes a part of the evidence.
@@ -91,10 +93,13 @@ class RawFolder:
             if not files:
                 return None
             path = files[-1]  # names have the time, so the newest is the last
-        content = self.attempt(path, lambda path: read_telemetry(path, self.root))
-        if content is None:
-            return None
-        return NamedTelemetry(self._name_of(path), content)
+        if path not in self._last_telemetry:
+            self._last_telemetry.clear()
+            content = self.attempt(path, lambda path: read_telemetry(path, self.root))
+            if content is None:
+                return None
+            self._last_telemetry[path] = NamedTelemetry(self._name_of(path), content)
+        return self._last_telemetry[path]
 
     def table(self, path: Path, columns: Mapping[str, str]) -> pd.DataFrame | None:
         """Return columns of `reads.tsv` or of another result file of a run.
