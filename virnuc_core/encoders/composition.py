@@ -12,7 +12,9 @@ reads that are far, and the mean distance of all its reads. The mean also tells 
 are each a little too far.
 """
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -33,13 +35,17 @@ N_CODONS: Final = 64
 MAX_CODONS_FACTOR: Final = 1.25
 BLOCK_UNIQUES: Final = 1 << 14  # distinct sequences that are compared together
 BLOCK_ROWS: Final = 1 << 18  # rows whose reads are judged together
+# Threads that compare blocks. The GPUs wait for them at the start of a run. With more, a block's
+# 50 MB of intermediate arrays would add up.
+MAX_THREADS: Final = 8
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Numbers = Annotated[tuple[float, ...], Field(min_length=N_CODONS, max_length=N_CODONS)]
 
 _UNKNOWN_CODE: Final = 64  # so large that a codon with an unknown base is never below 64
-_CODE_OF_LETTER: Final = np.full(256, _UNKNOWN_CODE, np.int64)
+# The code of a codon is 21 times this at most, which 16 bits can hold.
+_CODE_OF_LETTER: Final = np.full(256, _UNKNOWN_CODE, np.int16)
 _CODE_OF_LETTER[np.frombuffer(b"ACGT", np.uint8)] = range(4)
 
 
@@ -183,21 +189,29 @@ def count_codons(store: OrfStore, low: int, high: int) -> Floats:
     letters = np.asarray(store.dna_bytes[offsets[0] : offsets[-1]])
     starts = offsets[:-1] - offsets[0]  # of each sequence, in `letters`
 
+    # The three letters are the digits of a number to the base 4. It is computed at every letter,
+    # because that is faster than to pick the letters of the codons first.
+    codes = _CODE_OF_LETTER[letters]
+    codons_at_letters = 16 * codes[:-2]
+    codons_at_letters += 4 * codes[1:-1]
+    codons_at_letters += codes[2:]
+
     # All codons of all sequences stand in one list, [codons].
     n_codons = np.diff(offsets) // 3
-    sequence_of_codon = np.repeat(np.arange(n_sequences), n_codons)
     n_codons_before = np.cumsum(n_codons) - n_codons  # those of earlier sequences
-    number_in_list = np.arange(len(sequence_of_codon))
-    number_in_sequence = number_in_list - n_codons_before[sequence_of_codon]
-    first_bases = starts[sequence_of_codon] + 3 * number_in_sequence
-
-    # The three letters are the digits of a number to the base 4.
-    codes = _CODE_OF_LETTER[letters]
-    codons = 16 * codes[first_bases] + 4 * codes[first_bases + 1] + codes[first_bases + 2]
+    # Letters between the codons of earlier sequences, which belong to no codon.
+    n_letters_skipped = starts - 3 * n_codons_before
+    first_letters = 3 * np.arange(n_codons.sum())
+    if n_letters_skipped.any():
+        first_letters += np.repeat(n_letters_skipped, n_codons)
+    codons = codons_at_letters[first_letters]
 
     # Each cell of the table stands for one codon of one sequence.
-    is_known = codons < N_CODONS
-    cells = N_CODONS * sequence_of_codon[is_known] + codons[is_known]
+    cells = np.repeat(N_CODONS * np.arange(n_sequences), n_codons)
+    cells += codons
+    is_unknown = codons >= N_CODONS
+    if is_unknown.any():
+        cells = cells[~is_unknown]
     counts = np.bincount(cells, minlength=N_CODONS * n_sequences)
     return counts.reshape(-1, N_CODONS).astype(np.float64)
 
@@ -272,17 +286,43 @@ def read_distances(store: OrfStore, composition: TrainingComposition) -> Floats:
     Returns:
         Multiples of the expected distance, [reads]; NaN for reads that cannot be compared.
     """
-    distances = np.empty(store.n_uniques, np.float32)
-    for low in range(0, store.n_uniques, BLOCK_UNIQUES):
-        high = min(low + BLOCK_UNIQUES, store.n_uniques)
-        distances[low:high] = composition.distances(count_codons(store, low, high))
+    distances = unique_distances(store, composition)
     distances_of_reads = np.full(store.n_reads, np.nan)
     for rows in _row_blocks(store):
         reads = np.asarray(store.row_read[rows], np.int64)
         chunks = np.asarray(store.row_chunk[rows], np.int64)
         frame_distances = distances[store.row_unique[rows]].astype(np.float64)
-        distances_of_reads[np.unique(reads)] = distances_by_group(frame_distances, chunks, reads)
+        is_first_row = np.diff(reads, prepend=-1) != 0
+        read_means = distances_by_group(frame_distances, chunks, reads)
+        distances_of_reads[reads[is_first_row]] = read_means
     return distances_of_reads
+
+
+def unique_distances(store: OrfStore, composition: TrainingComposition) -> NDArray[np.float32]:
+    """Return how far each distinct sequence of a store is from the training data of a classifier.
+
+    Threads compare the blocks side by side; numpy lets them run at the same time.
+
+    Args:
+        store: The staged reads.
+        composition: The composition of the training data.
+
+    Returns:
+        Multiples of the expected distance, [uniques]; NaN for those that cannot be compared.
+    """
+    distances = np.empty(store.n_uniques, np.float32)
+
+    def compare_block(low: int) -> None:
+        """Fill in the distances of one block."""
+        high = min(low + BLOCK_UNIQUES, store.n_uniques)
+        distances[low:high] = composition.distances(count_codons(store, low, high))
+
+    block_starts = range(0, store.n_uniques, BLOCK_UNIQUES)
+    n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
+    with ThreadPoolExecutor(min(n_cores, MAX_THREADS)) as threads:
+        # `list` waits for all blocks, and raises the error of one that failed.
+        list(threads.map(compare_block, block_starts))
+    return distances
 
 
 def _row_blocks(store: OrfStore) -> Iterator[slice]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from virnuc_core.encoders.composition import (
     judge_sample,
     nearest_distances,
     read_composition,
+    unique_distances,
     write_composition,
 )
 from virnuc_core.errors import WeightsError
@@ -74,6 +77,35 @@ def test_no_sequences_have_no_codons(tmp_path: Path) -> None:
     stage(StageSpec(reads=(str(path),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
     assert count_codons(store, 0, 0).shape == (0, N_CODONS)
+
+
+def test_letters_behind_the_last_codon_do_not_move_the_next_sequence() -> None:
+    sequences = [b"ACGTT", b"", b"TTTGGGC", b"GG", b"CCC"]
+    store = SimpleNamespace(
+        dna_offsets=np.cumsum([0, *map(len, sequences)]),
+        dna_bytes=np.frombuffer(b"".join(sequences), np.uint8),
+    )
+    counts = count_codons(cast(OrfStore, store), 0, len(sequences))
+    codons = [[CODONS[codon] for codon in np.flatnonzero(row)] for row in counts]
+    assert codons == [["ACG"], [], ["GGG", "TTT"], [], ["CCC"]]
+
+
+def test_threads_find_the_same_distances_as_one_sequence_after_another(
+    tmp_path: Path, composition: TrainingComposition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(2)
+    reads = ["".join(rng.choice(list("ACGT"), 150)) for _ in range(200)]
+    path = tmp_path / "reads.fasta"
+    path.write_text("".join(f">{i}\n{read}\n" for i, read in enumerate(reads)))
+    stage(StageSpec(reads=(str(path),), model_length=150), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    expected = [
+        composition.distances(count_codons(store, unique, unique + 1))[0].astype(np.float32)
+        for unique in range(store.n_uniques)
+    ]
+    assert np.isfinite(expected).any()
+    monkeypatch.setattr("virnuc_core.encoders.composition.BLOCK_UNIQUES", 7)
+    np.testing.assert_allclose(unique_distances(store, composition), expected, rtol=1e-6)
 
 
 def test_distances_are_those_of_scipy() -> None:
