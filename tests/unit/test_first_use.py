@@ -23,7 +23,8 @@ from virnuc_core.first_use import LOCK_FILE, FirstUseLock, first_use
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 N_PROCESSES = 8
-# Each process makes the file `made` on its first use, slowly, and notes in `makers` that it did so.
+# Each process makes the file `made` on its first use, and notes in `makers` that it did so. Making it
+# takes as many seconds as the second argument says.
 MAKER = """
 import logging, sys, time
 from pathlib import Path
@@ -36,7 +37,7 @@ with first_use(folder, "the thing", made.exists) as must_make:
     if must_make:
         with (folder / "makers").open("a") as file:
             file.write("x")
-        time.sleep(2.0)
+        time.sleep(float(sys.argv[2]))
         made.touch()
 """
 # The process tells that it holds the lock, and holds it until it is killed.
@@ -70,7 +71,7 @@ print(sorted(digests.fingerprint(Path(sys.argv[1])).items()))
 """
 
 
-def start(program: str, *arguments: Path, **environment: str) -> subprocess.Popen[str]:
+def start(program: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """Start a program in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
@@ -91,7 +92,7 @@ def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 def test_of_many_processes_one_makes_the_thing_and_the_others_say_that_they_wait(
     tmp_path: Path,
 ) -> None:
-    written = outcomes([start(MAKER, tmp_path) for _ in range(N_PROCESSES)])
+    written = outcomes([start(MAKER, tmp_path, 2.0) for _ in range(N_PROCESSES)])
 
     assert (tmp_path / "makers").read_text() == "x"
     messages = "".join(stderr for _, stderr in written)
@@ -104,7 +105,7 @@ def test_a_holder_that_is_killed_does_not_block(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)
-        waiting = start(MAKER, tmp_path)
+        waiting = start(MAKER, tmp_path, 0)
         time.sleep(1.0)
         assert not (tmp_path / "makers").exists()
         holder.kill()
@@ -148,7 +149,8 @@ def test_a_child_process_does_not_go_on_holding_the_lock(
 def test_without_locks_the_thing_is_made_all_the_same(
     tmp_path: Path, calls: str, number: int
 ) -> None:
-    outcomes([start(MAKER, tmp_path, **failing_calls(f"/{LOCK_FILE}", number, calls))])
+    failing = failing_calls(f"/{LOCK_FILE}", number, calls)
+    outcomes([start(MAKER, tmp_path, 0, **failing)])
     assert (tmp_path / "makers").read_text() == "x"
 
 
