@@ -51,7 +51,8 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
         live.update(done("GPU-b", None))  # of a worker of an older version
         live.update("worker of GPU-b ended (status -9)")
         # Not to `path`: the thread of `live` replaces it when it likes, also with an older text.
-        copy = tmp_path / "copy.prom"
+        copy = tmp_path / "copy" / path.name
+        copy.parent.mkdir()
         copy.write_text(live.text(), encoding="utf-8")
         running = figures(copy)
     assert running["virnuc_state"] == {"running": 1.0, "completed": 0.0, "failed": 0.0}
