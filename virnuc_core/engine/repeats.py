@@ -122,7 +122,7 @@ def _take_fitting(rows: deque[QueuedRow], slots: int) -> list[QueuedRow]:
     taken_rows = [rows.popleft()]
     free_slots = slots - len(taken_rows[0].tokens)
     left_rows = []
-    while rows and len(taken_rows) < row_capacity(slots):
+    while rows and free_slots > 0 and len(taken_rows) < row_capacity(slots):
         row = rows.popleft()
         if len(row.tokens) <= free_slots:
             taken_rows.append(row)
@@ -225,7 +225,9 @@ class Repeater:
         Args:
             shard: The oldest shard that has rows in the queue.
         """
-        self._embed(self._queue.take_batch_of(shard, self._slots))
+        rows = self._queue.take_batch_of(shard, self._slots)
+        assert rows, "no row of this shard is in the queue"
+        self._embed(rows)
 
     def finish(self, shard: RepeatedShard, head: Head) -> int:
         """Compute the scores of the rows that were embedded again.

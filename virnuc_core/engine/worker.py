@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -258,6 +259,11 @@ class Worker:
         try:
             with self._recording(take) as recorded_take:
                 self._launch_all(recorded_take)
+        except torch.OutOfMemoryError as error:
+            # The writer needs memory for the shards that wait. If it had none, this error would be
+            # taken for theirs.
+            free_memory_held_by(error)
+            raise
         finally:
             # Also after an error, commit and answer the shards that are computed, before the caller
             # of `run` reports the error. The parent assumes that an error belongs to the oldest
@@ -846,6 +852,18 @@ class Worker:
         """Tell the parent that the oldest task is done."""
         self._unanswered_tasks.popleft()
         self._parent.send(computed)
+
+
+def free_memory_held_by(error: BaseException) -> None:
+    """Give back the device memory of the functions that an error has left.
+
+    Their local variables, the tensors of a batch, exist as long as the traceback of the error.
+
+    Args:
+        error: The error, while it is handled. Its traceback keeps the lines, without the variables.
+    """
+    traceback.clear_frames(error.__traceback__)
+    torch.cuda.empty_cache()  # does nothing if no GPU is in use
 
 
 def _wait_for_result(pending: Pending) -> ShardResult:

@@ -154,7 +154,8 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
         parent = SimpleNamespace(
             started_s=0.0,
             receive=lambda _: messages.popleft(),
-            peek=lambda: messages[0] if messages else None,
+            # A copy, because the loader's thread takes messages at the same time.
+            peek=lambda: next(iter(tuple(messages)), None),
         )
         parent.send, parent.give_up = answers.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")

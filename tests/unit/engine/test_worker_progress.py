@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
+import weakref
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,12 @@ from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.engine.loader import Source, pack, tokenise
 from virnuc_core.engine.process import Closed, Message
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask
-from virnuc_core.engine.worker import MAX_WAITING_SHARDS, Worker, is_waiting_allowed
+from virnuc_core.engine.worker import (
+    MAX_WAITING_SHARDS,
+    Worker,
+    free_memory_held_by,
+    is_waiting_allowed,
+)
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 
@@ -176,3 +183,22 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
     else:
         with pytest.raises(torch.OutOfMemoryError):
             checkpoint.load_models(*arguments)
+
+
+def test_an_error_gives_back_the_tensors_of_the_batch_that_failed() -> None:
+    tensors = []
+
+    def launch() -> None:
+        activations = torch.ones(8)
+        tensors.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError
+
+    is_freed_while_handled = False
+    try:
+        launch()
+    except torch.OutOfMemoryError as error:
+        free_memory_held_by(error)
+        is_freed_while_handled = tensors[0]() is None
+        lines = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert is_freed_while_handled
+    assert lines[-1] == "launch"
