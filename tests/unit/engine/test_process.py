@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -199,6 +200,8 @@ def test_a_killed_parent_takes_its_worker_along(
     parent.wait(120)
     parent.stdout.close()
     assert gone(child)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what the worker had started does not watch anybody
 
 
 def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
