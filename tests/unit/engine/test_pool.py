@@ -39,6 +39,11 @@ from .runs import ALL_CORES, SMALL, classify_store, no_workers_left, result_byte
 Staged = tuple[Path, StageSummary]
 DEVICES = Devices.parse(ALL_CORES)
 
+# For pools whose workers are stand-ins
+CORE = Device(id="cpu-core-0", kind="cpu", name="", core=0)
+SPEC = WorkerSpec(models="", device=CORE, engine=EngineSpec())
+TASK = ShardTask(run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1)
+
 
 @pytest.fixture
 def other(tmp_path: Path) -> Staged:
@@ -215,24 +220,19 @@ def test_nobody_waits_for_a_pool_whose_workers_cannot_be_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the run directory is gone: the pool's thread fails twice, and the job still ends."""
-    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
-    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
-    task = ShardTask(
-        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
-    )
 
     def fail(*_: object) -> None:
         raise OSError("the directory is gone")
 
-    pool = Pool([spec], LocalWorkers("none"))
+    pool = Pool([SPEC], LocalWorkers("none"))
     monkeypatch.setattr(pool, "_start_workers", fail)
     monkeypatch.setattr(pool, "_end_workers", fail)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the pool's thread
     with ThreadPoolExecutor(1) as threads, pool:
-        computing = threads.submit(pool.compute, [task], tmp_path, lambda _: None)
+        computing = threads.submit(pool.compute, [TASK], tmp_path, lambda _: None)
         assert isinstance(computing.exception(timeout=30), OSError)
         with pytest.raises(VirnucError, match="interrupted"):
-            pool.compute([task], tmp_path, lambda _: None)
+            pool.compute([TASK], tmp_path, lambda _: None)
 
 
 class _DeafWorker(Child):
@@ -258,19 +258,14 @@ class _DeafWorker(Child):
 def test_what_is_loaded_meanwhile_does_not_delay_the_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
-    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
-    task = ShardTask(
-        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
-    )
     workers = LocalWorkers("none")
-    worker = _DeafWorker(spec, workers._inbox)
+    worker = _DeafWorker(SPEC, workers._inbox)
     monkeypatch.setattr(workers, "_make", lambda _: worker)
     taken_before: Queue[list[Message]] = Queue()
-    with ThreadPoolExecutor(1) as threads, Pool([spec], workers) as pool:
+    with ThreadPoolExecutor(1) as threads, Pool([SPEC], workers) as pool:
         computing = threads.submit(
             pool.compute,
-            [task],
+            [TASK],
             tmp_path,
             lambda _: None,
             meanwhile=lambda: taken_before.put(list(worker.taken)),
@@ -285,19 +280,13 @@ def test_what_is_loaded_meanwhile_does_not_delay_the_tasks(
 def test_a_job_without_any_worker_ends_although_something_is_to_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
-    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
-    task = ShardTask(
-        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
-    )
-
     def refuse(_: WorkerSpec) -> Child:
         raise OSError("no process can be started")
 
     workers = LocalWorkers("none")
     monkeypatch.setattr(workers, "_make", refuse)
-    with ThreadPoolExecutor(1) as threads, Pool([spec], workers) as pool:
+    with ThreadPoolExecutor(1) as threads, Pool([SPEC], workers) as pool:
         computing = threads.submit(
-            pool.compute, [task], tmp_path, lambda _: None, meanwhile=lambda: None
+            pool.compute, [TASK], tmp_path, lambda _: None, meanwhile=lambda: None
         )
         assert isinstance(computing.exception(timeout=30), OSError)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from pathlib import Path
@@ -23,12 +22,7 @@ from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.engine.loader import Source, pack, tokenise
 from virnuc_core.engine.process import Closed, Message
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask
-from virnuc_core.engine.worker import (
-    MAX_WAITING_SHARDS,
-    Worker,
-    free_memory_held_by,
-    is_waiting_allowed,
-)
+from virnuc_core.engine.worker import MAX_WAITING_SHARDS, Worker, is_waiting_allowed
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 
@@ -185,20 +179,31 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
             checkpoint.load_models(*arguments)
 
 
-def test_an_error_gives_back_the_tensors_of_the_batch_that_failed() -> None:
-    tensors = []
+def test_shards_that_wait_have_the_memory_of_a_batch_that_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would run out of memory, too, and the error would be taken for theirs."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    parent: Any = SimpleNamespace(started_s=0.0, send=lambda _: None)
+    worker: Any = Worker(parent, None)  # type: ignore[arg-type]
+    activations = []
+    is_freed = []
 
-    def launch() -> None:
-        activations = torch.ones(8)
-        tensors.append(weakref.ref(activations))
+    def launch(_: object) -> None:
+        tensor = torch.ones(8)
+        activations.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError
 
-    is_freed_while_handled = False
-    try:
-        launch()
-    except torch.OutOfMemoryError as error:
-        free_memory_held_by(error)
-        is_freed_while_handled = tensors[0]() is None
-        lines = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    assert is_freed_while_handled
-    assert lines[-1] == "launch"
+    def write() -> None:
+        assert worker._writes.get(timeout=60) is None
+        is_freed.append(activations[0]() is None)
+
+    monkeypatch.setattr(worker, "_load", lambda: None)
+    monkeypatch.setattr(worker, "_receive", lambda: TASK)
+    monkeypatch.setattr(worker, "_start_loader", lambda _: None)
+    monkeypatch.setattr(worker, "_launch_all", launch)
+    monkeypatch.setattr(worker, "_write", write)
+    worker._report = {}
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.run()
+    assert is_freed == [True]
