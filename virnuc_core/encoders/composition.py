@@ -310,7 +310,7 @@ def unique_distances(store: OrfStore, composition: TrainingComposition) -> NDArr
     Returns:
         Multiples of the expected distance, [uniques]; NaN for those that cannot be compared.
     """
-    distances = np.empty(store.n_uniques, np.float32)
+    distances = np.full(store.n_uniques, np.nan, np.float32)
 
     def compare_block(low: int) -> None:
         """Fill in the distances of one block."""
