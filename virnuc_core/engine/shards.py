@@ -10,11 +10,12 @@ the shards without a file: there is no other record of progress.
 import base64
 import fnmatch
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple
@@ -461,28 +462,50 @@ def _read(
     """
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
-    not_as_committed = ShardError(f"{path} is not what was committed (checksum)", shard=shard)
 
     def load() -> _ShardData:
         """Read the datasets from the shard's file, after checking its seal if that is wanted."""
         return _load_datasets(run, shard, names, n_rows=hi - lo, check_whole_file=check_whole_file)
 
-    try:
+    with _shard_errors(path, shard):
         data = read_with_retries(path, load)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingShardError(f"{path} is missing; run again", shard=shard) from error
-    except DamagedFileError as error:
-        raise not_as_committed from error
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        # If the system could not read the file, `read_with_retries` has raised an
-        # `UnreadableError`. So the file was read, and HDF5 or our checks refuse its content.
-        raise ShardError(f"{path} is no file of a shard ({error})", shard=shard) from error
     if data.fingerprint != plan.fingerprint:
         raise ShardError(f"{path} belongs to another run", shard=shard)
     for name in names:
         if data.checksums[name] != _checksum(data.arrays[name], lo, hi, plan.fingerprint):
-            raise not_as_committed
+            raise _changed_shard_error(path, shard)
     return data.arrays
+
+
+@contextmanager
+def _shard_errors(path: Path, shard: int) -> Iterator[None]:
+    """Turn an error of the `with` block, which reads the file of a shard, into a `ShardError`.
+
+    The block must read by `read_with_retries`. If the system cannot read the file, that raises an
+    `UnreadableError`, which passes. So any other error tells that HDF5 or our checks refuse the
+    content.
+
+    Args:
+        path: The file.
+        shard: Number of the shard.
+
+    Raises:
+        MissingShardError: There is no file.
+        ShardError: The file is no file of a shard, or is not as it was committed.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingShardError(f"{path} is missing; run again", shard=shard) from error
+    except DamagedFileError as error:
+        raise _changed_shard_error(path, shard) from error
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ShardError(f"{path} is no file of a shard ({error})", shard=shard) from error
+
+
+def _changed_shard_error(path: Path, shard: int) -> ShardError:
+    """Return the error that the file of a shard has another content than was committed."""
+    return ShardError(f"{path} is not what was committed (checksum)", shard=shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,13 +609,17 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
 def _move_damaged(run: RunDir, shard: int) -> Path:
     """Move the file of a damaged shard to `shards/damaged/`, and return the new path.
 
-    The file gets a number, because the same shard may be damaged more than once.
+    The file gets a number, because the same shard may be damaged more than once. It never replaces
+    an earlier file.
     """
     path = shard_path(run, shard)
     folder = run.shards / "damaged"
     make_folder(folder, run.root)
-    number = len(list_folder(folder, f"{path.stem}.*"))
-    new_path = folder / f"{path.stem}.{number}.h5"
+    used_names = {used_path.name for used_path in list_folder(folder, f"{path.stem}.*")}
+    # The first free number. To count the files is not enough, because somebody may have removed
+    # one of them.
+    names = (f"{path.stem}.{number}.h5" for number in itertools.count())
+    new_path = folder / next(name for name in names if name not in used_names)
     rename_file(path, new_path, run.root)
     return new_path
 
@@ -759,6 +786,10 @@ def write_virtual_embeddings(run: RunDir) -> Path:
 
     Returns:
         The path of the file.
+
+    Raises:
+        ShardError: The plan, or the first shard, is missing or damaged.
+        UnreadableError: The system cannot read a file.
     """
     plan = read_plan(run)
     n_sequences = plan.bounds[-1]
@@ -784,14 +815,22 @@ def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
     """Return the number of columns of the embeddings, taken from the first shard.
 
     It is 0 if the run has no shard, because no read has an open reading frame.
+
+    Raises:
+        ShardError: The file of the first shard is missing or damaged.
+        UnreadableError: The system cannot read the file.
     """
     if len(plan) == 0:
         return 0
     path = shard_path(run, 0)
+    first_sequence, end = plan.range(0)
 
     def read_width() -> int:
         """Read the width from the file of the first shard."""
         with open_hdf5(path, run.root) as file:
-            return int(file["embeddings"].shape[1])
+            dataset = file["embeddings"]
+            _require_rows(dataset, end - first_sequence)
+            return int(dataset.shape[1])
 
-    return read_with_retries(path, read_width)
+    with _shard_errors(path, shard=0):
+        return read_with_retries(path, read_width)

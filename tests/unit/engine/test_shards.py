@@ -115,6 +115,46 @@ def test_a_damaged_shard_is_detected_and_moved(run: RunDir, damage: str) -> None
     assert len(list((run.shards / "damaged").iterdir())) == 1
 
 
+def test_a_damaged_file_never_replaces_an_earlier_one(run: RunDir) -> None:
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    folder = run.shards / "damaged"
+
+    def damage(content: bytes) -> None:
+        """Damage the shard, and let it be moved."""
+        shards.commit(run, plan, 0, result(3)).write_bytes(content)
+        shards.committed(run, plan)
+
+    damage(b"first")
+    damage(b"second")
+    # Somebody has looked at the first one and removed it.
+    (folder / "00000.0.h5").unlink()
+    damage(b"third")
+    contents = sorted(path.read_bytes() for path in folder.iterdir())
+    assert contents == [b"second", b"third"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated", "no embeddings", "no table"])
+def test_embeddings_of_a_run_whose_first_shard_is_lost_raise_an_error_of_shards(
+    run: RunDir, fault: str
+) -> None:
+    plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
+    shards.write_plan(run, plan)
+    first_path = shards.commit(run, plan, 0, result(3))
+    shards.commit(run, plan, 1, result(2, seed=1))
+    if fault == "missing":
+        first_path.unlink()
+    elif fault == "truncated":
+        first_path.write_bytes(first_path.read_bytes()[:100])
+    else:
+        with h5py.File(first_path, "w") as file:
+            if fault == "no table":
+                file.create_dataset("embeddings", data=1.0)
+    with pytest.raises(ShardError, match=str(first_path)):
+        shards.read_embeddings(run, np.array([4]))
+    with pytest.raises(ShardError, match=str(first_path)):
+        shards.write_virtual_embeddings(run)
+
+
 def test_commits_of_other_machines_are_seen_despite_attribute_caching(
     run: RunDir, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
