@@ -91,8 +91,8 @@ class PooledJob:
     # By shard: the scores of a run without commits, see `shards.scores_from_texts`
     scores: dict[int, str] = field(default_factory=dict)
     deaths_at_shard: Counter[int] = field(default_factory=Counter)  # workers that died there
-    # Shards one of which has ended a worker, without it being known which one.
-    possible_causes: set[int] = field(default_factory=set)
+    # For each death that has not been charged to a shard yet: the shards that may have caused it.
+    unclear_deaths: list[set[int]] = field(default_factory=list)
     searches: dict[int, Probes] = field(default_factory=dict)  # by shard: the search for bad rows
     error: Exception | None = None  # the error that ends this job; other jobs go on
     # Is done when no worker has a shard of the job any more. `Pool.compute` waits for it.
@@ -104,6 +104,35 @@ class PooledJob:
     def is_over(self) -> bool:
         """Return true if all shards are committed, or if an error has ended the job."""
         return self.error is not None or not self.remaining
+
+    def is_suspect(self, shard: int) -> bool:
+        """Return true if workers have died at a shard, or may have done so."""
+        if self.deaths_at_shard[shard] > 0:
+            return True
+        return any(shard in causes for causes in self.unclear_deaths)
+
+    def charge_death(self, shard: int) -> int:
+        """Charge a shard with the death of a worker that had no other one to compute.
+
+        Earlier deaths of which it was a possible cause are charged to it as well, so that the
+        search for the row begins as early as if their cause had been known.
+
+        Returns:
+            How many workers have died at this shard.
+        """
+        explained_deaths = [causes for causes in self.unclear_deaths if shard in causes]
+        self.unclear_deaths = [causes for causes in self.unclear_deaths if shard not in causes]
+        self.deaths_at_shard[shard] += 1 + len(explained_deaths)
+        return self.deaths_at_shard[shard]
+
+    def clear_shard(self, shard: int) -> None:
+        """Suspect a shard no more, because it is committed.
+
+        An earlier death without any cause left came from outside.
+        """
+        self.deaths_at_shard.pop(shard, None)
+        other_causes = [causes - {shard} for causes in self.unclear_deaths]
+        self.unclear_deaths = [causes for causes in other_causes if causes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,9 +438,7 @@ class Pool(AbstractContextManager["Pool"]):
         That is the case if workers have died at its shard, or may have done so, or if it is a
         probe: a part of a shard that is computed in search of the row that kills workers.
         """
-        job = self._jobs[task.run]
-        has_killed = job.deaths_at_shard[task.shard] > 0
-        return task.is_probe or has_killed or task.shard in job.possible_causes
+        return task.is_probe or self._jobs[task.run].is_suspect(task.shard)
 
     def _send_next(self, slot: WorkerSlot) -> None:
         """Send the next task in the queue to a worker, and note it in the worker's slot.
@@ -555,9 +582,7 @@ class Pool(AbstractContextManager["Pool"]):
         """
         if task.budget_divisor > 1:
             job.reduced_budgets[task.shard] = task.budget_divisor
-        # The shard is no suspect any more.
-        job.deaths_at_shard.pop(task.shard, None)
-        job.possible_causes.discard(task.shard)
+        job.clear_shard(task.shard)
         job.remaining.discard(task.shard)
         job.on_event(done)
         # `skipped` also counts the rows that the task itself told the worker to leave out.
@@ -617,10 +642,12 @@ class Pool(AbstractContextManager["Pool"]):
         if worker.node_lost:
             return  # the worker is not to blame
         if was_ready and death.has_several_possible_causes and not death.out_of_memory:
-            # No shard is charged with this death. From now on each is computed alone, so that the
-            # next death there has one cause.
-            for task in tasks:
-                self._jobs[task.run].possible_causes.add(task.shard)
+            # No shard is charged with this death yet. From now on each is computed alone, so that
+            # the next death there has one cause, which is taken for that of this death, too.
+            for job in affected_jobs:
+                causes = {task.shard for task in tasks if task.run == job.run}
+                if causes:
+                    job.unclear_deaths.append(causes)
         # The worker computed its oldest task when it died, and that task may be the cause. If it
         # was put back into the queue, it is the first task there, and is replaced by another one.
         elif was_ready and tasks and tasks[0] is death.tasks[0]:
@@ -686,8 +713,7 @@ class Pool(AbstractContextManager["Pool"]):
         if task.is_probe:
             worker_survived = False
             return job.searches[task.shard].send(worker_survived)
-        job.deaths_at_shard[task.shard] += 1
-        n_deaths = job.deaths_at_shard[task.shard]
+        n_deaths = job.charge_death(task.shard)
         if n_deaths < self.specs[0].engine.max_shard_attempts:
             return task  # the worker may have been killed from outside
         if bus_error:

@@ -170,17 +170,55 @@ def test_no_shard_is_blamed_if_several_may_be_the_cause_and_each_is_alone_then(p
     assert [task.shard for task in pool._todo] == [0, 1, 2, 3, 4, 5], "nothing is lost"
     assert (len(job.deaths), slot.n_waiting) == (1, 0)
     for shard in (0, 1):
-        assert start(pool).received == [shard]
-        answer_oldest(pool)
+        answer_next(pool, shard)
     worker = start(pool)
     assert worker.received == [2]
     pool._handle_death(slot, worker)
-    assert job.deaths_at_shard == {2: 1}
+    assert job.deaths_at_shard == {2: 2}, "it was the cause of the first death, too"
     assert pool._todo[0].is_probe, "the cause is known now"
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+def test_a_row_that_kills_workers_is_searched_for_after_as_many_deaths_as_without_waiting_shards(
+    pool: Any, max_attempts: int
+) -> None:
+    """A worker of an fp16 run has no shard that waits, so that the first death has one cause."""
+    slot = pool._slots[0]
+    engine = EngineSpec(max_shard_attempts=max_attempts)
+    pool.specs = (pool.specs[0].model_copy(update={"engine": engine}),)
+    pool._handle_message(slot, slot.worker, Waiting())
+    pool._handle_death(slot, slot.worker)
+    n_deaths = 1
+    answer_next(pool, shard=0)
+    while not pool._todo[0].is_probe:
+        pool._handle_death(slot, start(pool))
+        n_deaths += 1
+    # With a single death it is not known yet which shard to search in.
+    assert n_deaths == max(2, max_attempts)
+
+
+def test_a_death_with_several_possible_causes_is_charged_to_one_shard_only(pool: Any) -> None:
+    slot = pool._slots[0]
+    job = pool._jobs["r"]
+    pool._handle_message(slot, slot.worker, Waiting())
+    pool._handle_death(slot, slot.worker)  # at shard 0 or 1
+    engine = EngineSpec(max_shard_attempts=9)
+    pool.specs = (pool.specs[0].model_copy(update={"engine": engine}),)
+    pool._handle_death(slot, start(pool))  # at shard 0, which is alone
+    answer_next(pool, shard=0)
+    pool._handle_death(slot, start(pool))  # at shard 1, which is alone
+    assert job.deaths_at_shard == {1: 1}
+    assert not job.unclear_deaths
+
+
+def answer_next(pool: Any, shard: int) -> None:
+    """Let a new worker compute the next shard, which it gets alone."""
+    assert start(pool).received == [shard]
+    answer_oldest(pool)
 
 
 def test_a_death_without_shards_that_wait_belongs_to_the_oldest_one(pool: Any) -> None:
     slot = pool._slots[0]
     pool._handle_death(slot, slot.worker)
     assert pool._jobs["r"].deaths_at_shard == {0: 1}
-    assert not pool._jobs["r"].possible_causes
+    assert not pool._jobs["r"].unclear_deaths
