@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 
@@ -25,6 +25,9 @@ from virnuc_core.telemetry.statistics import (
     device_usage,
     embedding_span,
 )
+
+# Fields of a device that are the same for all devices of one model
+MODEL_FIELDS: Final = {"kind", "name", "capability"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Bench:
         spec = ClassifySpec(models=self.models, devices=self.devices, engine=engine, force=True)
         return prepare(run, self.store, spec)
 
-    def fingerprint(self, engine: EngineSpec, *more: Any) -> str:
+    def fingerprint(self, engine: EngineSpec, *more: Any, by_model: bool = False) -> str:
         """Return a digest of all that a measurement depends on.
 
         Two measurements with the same digest can stand for each other.
@@ -63,13 +66,18 @@ class Bench:
         Args:
             engine: Settings of the engine.
             more: Further things that it depends on, as JSON can hold them.
+            by_model: Of the devices, only their models count. Embeddings are the same on two GPUs
+                of one model, while times are not.
         """
         devices = resolve(self.devices)
+        device_facts = [device.model_dump() for device in devices]
+        if by_model:
+            device_facts = [device.model_dump(include=MODEL_FIELDS) for device in devices]
         body = {
             "reads": OrfStore.open(self.store).fingerprint,
             "weights": fingerprint(self.models, engine.precision),
             "engine": resolve_engine(engine, devices).model_dump(mode="json"),
-            "devices": [device.model_dump() for device in devices],
+            "devices": device_facts,
             "more": more,
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -69,7 +69,7 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
             "shard_tokens": EXACT_TOKENS,
         }
     )
-    identity = exact_bench.fingerprint(exact_engine, sequences)
+    identity = exact_bench.fingerprint(exact_engine, sequences, by_model=True)
     with run_lock(run.root):
         if _embeddings_identity(run) != identity:
             embed_sample(run, exact_bench.job(run, exact_engine), sequences, identity)

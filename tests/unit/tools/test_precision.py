@@ -8,18 +8,24 @@ import h5py
 import numpy as np
 import pytest
 
-from virnuc_core.config import ClassifySpec, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Device
+from virnuc_core.tools import bench as bench_module
+from virnuc_core.tools import precision
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.precision import embed_sample, measure_precision
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 N_SEQUENCES = 150
+H200 = Device(id="GPU-1", kind="cuda", name="NVIDIA H200", capability=(9, 0))
+OTHER_H200 = H200.model_copy(update={"id": "GPU-2"})
+A100 = Device(id="GPU-3", kind="cuda", name="NVIDIA A100", capability=(8, 0))
 
 
 @pytest.mark.slow
@@ -52,3 +58,32 @@ def test_a_sample_in_fp32_is_compared_with_a_run(
     # CPU cores compute in fp32 anyway. The sample, made for runs in another precision, is removed.
     assert not measure_precision(tmp_path, bench, engine, N_SEQUENCES)
     assert compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False) == ()
+
+
+def test_a_sample_is_embedded_again_on_another_gpu_model_only(
+    tmp_path: Path, bench: Bench, engine: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs of one model give the same numbers, so that a validation may go on with either."""
+    samples: list[str] = []
+
+    def pretend_to_embed(run: RunDir, job: object, sequences: int, identity: str) -> None:
+        samples.append(identity)
+        with h5py.File(run.embeddings, "w") as file:
+            file.attrs["fingerprint"] = identity
+
+    monkeypatch.setattr(precision, "embed_sample", pretend_to_embed)
+    monkeypatch.setattr(Bench, "job", lambda *_: None)
+
+    def n_samples_after(device: Device, sequences: int = N_SEQUENCES) -> int:
+        """Let the validation go on with a device, and return how often a sample was embedded."""
+        for module in (precision, bench_module):
+            monkeypatch.setattr(module, "resolve", lambda _: (device,))
+        on_gpu = Bench(bench.store, bench.models, Devices.parse("cuda:0"))
+        assert measure_precision(tmp_path, on_gpu, engine, sequences)
+        return len(samples)
+
+    assert n_samples_after(H200) == 1
+    assert n_samples_after(H200) == 1
+    assert n_samples_after(OTHER_H200) == 1
+    assert n_samples_after(A100) == 2
+    assert n_samples_after(A100, sequences=N_SEQUENCES + 1) == 3
