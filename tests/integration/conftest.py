@@ -25,7 +25,6 @@ from prefect.settings import (
     PREFECT_SERVER_DATABASE_CONNECTION_URL,
     temporary_settings,
 )
-from prefect.testing.utilities import prefect_test_harness
 
 from virnuc.flows.prefect_flows.predict import predict
 from virnuc_core.encoders.convert import init_random
@@ -46,6 +45,9 @@ def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Yields a copy of that database, made before anything was written to it: `database` is its name.
     Of several pytest workers only the first one makes the tables, which takes half of the start.
     """
+    # Most workers run tests of flows never or late, and Prefect's server takes long to import.
+    from prefect.testing.utilities import prefect_test_harness
+
     quiet = {
         PREFECT_SERVER_ANALYTICS_ENABLED: False,
         PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore",

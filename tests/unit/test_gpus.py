@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import nvitop
 import pynvml
 import pytest
+import torch
 
 from tests.fake_gpus import FakeGpus, build_fake_nvml
 from virnuc_core import gpus
@@ -28,14 +30,30 @@ from virnuc_core.gpus import (
 
 UUIDS = ("GPU-aaaa", "GPU-bbbb")
 FIRST_FAKE_GPU = "GPU-11111111-2222-3333-4444-555555555551"
+# Lists the GPUs for each line of its input, which holds environment variables, in a process that
+# has loaded no library of a driver yet: a fork of this one. The imports take half a second.
 LIST_GPUS = """
+import json, os, sys
+import nvitop, pynvml
 from virnuc_core.gpus import Nvml, NvmlError
-try:
-    print("visible:", *[gpu.uuid for gpu in Nvml().visible()])
-    print(Nvml().search().absence)
-except NvmlError as error:
-    print("error:", error)
-    print(error.advice)
+
+def list_gpus():
+    try:
+        print("visible:", *[gpu.uuid for gpu in Nvml().visible()])
+        print(Nvml().search().absence)
+    except NvmlError as error:
+        print("error:", error)
+        print(error.advice)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(json.loads(line))
+        list_gpus()
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] != 0:
+        sys.exit("a process that lists GPUs failed")
 """
 ALL_CODES = sorted(
     {
@@ -236,43 +254,64 @@ def test_the_fake_of_other_tests_answers_every_question() -> None:
     assert questions == {name for name in vars(FakeGpus) if not name.startswith("_")}
 
 
-def list_gpus(library_folder: Path, **environment: str | int) -> str:
-    """Return the GPUs, or the error, that a child process finds with the NVML of a folder."""
-    return ask_in_child(library_folder, **environment)[0]
+class ChildProcesses:
+    """Processes that load their NVML from a folder, or find none there. Use it in a `with` statement."""
 
+    def __init__(self, library_folder: Path) -> None:
+        """Start the process that forks.
 
-def ask_in_child(library_folder: Path, **environment: str | int) -> tuple[str, str]:
-    """Return what a child process says that loads its NVML from a folder, or finds none there.
+        Args:
+            library_folder: The folder that the linker searches for the library.
+        """
+        environment = os.environ | {"LD_LIBRARY_PATH": str(library_folder)}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", LIST_GPUS],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    The first line has the GPUs or the error; the second why there is no GPU, or the advice.
-    """
-    settings = {name: str(value) for name, value in environment.items()}
-    clean = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    answer = subprocess.run(
-        [sys.executable, "-c", LIST_GPUS],
-        env=clean | {"LD_LIBRARY_PATH": str(library_folder)} | settings,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    first, second = answer.stdout.splitlines()
-    return first.strip(), second
+    def __enter__(self) -> ChildProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parent.communicate(timeout=100)
+
+    def ask(self, **environment: str | int) -> tuple[str, str]:
+        """Return the two lines that a new process with these environment variables says.
+
+        The first line has the GPUs or the error; the second why there is no GPU, or the advice.
+        """
+        settings = {name: str(value) for name, value in environment.items()}
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps(settings) + "\n")
+        self._parent.stdin.flush()
+        first = self._parent.stdout.readline()
+        second = self._parent.stdout.readline()
+        return first.strip(), second.rstrip("\n")
+
+    def list_gpus(self, **environment: str | int) -> str:
+        """Return the GPUs, or the error, that a new process finds."""
+        return self.ask(**environment)[0]
 
 
 @pytest.fixture(scope="module")
-def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a library that answers in place of the driver's."""
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildProcesses]:
+    """Processes in which a library answers in place of the driver's."""
     folder = tmp_path_factory.mktemp("nvml")
     build_fake_nvml(folder)
-    return folder
+    with ChildProcesses(folder) as child_processes:
+        yield child_processes
 
 
-def test_a_driver_without_a_fault_gives_its_gpu_or_none(library_folder: Path) -> None:
-    assert list_gpus(library_folder, FAKE_GPUS=1) == f"visible: {FIRST_FAKE_GPU}"
-    assert list_gpus(library_folder, FAKE_GPUS=0) == "visible:"
+def test_a_driver_without_a_fault_gives_its_gpu_or_none(children: ChildProcesses) -> None:
+    assert children.list_gpus(FAKE_GPUS=1) == f"visible: {FIRST_FAKE_GPU}"
+    assert children.list_gpus(FAKE_GPUS=0) == "visible:"
     for hidden in ("", "-1", "abc", "7"):
-        answer = list_gpus(library_folder, FAKE_GPUS=1, CUDA_VISIBLE_DEVICES=hidden)
+        answer = children.list_gpus(FAKE_GPUS=1, CUDA_VISIBLE_DEVICES=hidden)
         assert answer == "visible:", hidden
 
 
@@ -288,15 +327,15 @@ def test_a_driver_without_a_fault_gives_its_gpu_or_none(library_folder: Path) ->
     ],
 )
 def test_a_fault_of_a_loaded_driver_is_an_error_with_its_words(
-    step: str, code: int, message: str, library_folder: Path
+    step: str, code: int, message: str, children: ChildProcesses
 ) -> None:
-    answer = list_gpus(library_folder, FAKE_GPUS=1, **{step: code})
+    answer = children.list_gpus(FAKE_GPUS=1, **{step: code})
     assert answer.startswith("error: ")
     assert message in answer
 
 
-def test_gpus_that_cuda_does_not_find_are_an_error(library_folder: Path) -> None:
-    answer = list_gpus(library_folder, FAKE_GPUS=2)
+def test_gpus_that_cuda_does_not_find_are_an_error(children: ChildProcesses) -> None:
+    answer = children.list_gpus(FAKE_GPUS=2)
     assert answer == "error: the driver lists GPUs (2), and CUDA finds none of them"
 
 
@@ -315,7 +354,8 @@ def test_only_a_missing_library_means_no_gpu(monkeypatch: pytest.MonkeyPatch, co
 
 def test_a_library_that_cannot_be_loaded_is_not_missing(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_bytes(b"")
-    answer = list_gpus(tmp_path)
+    with ChildProcesses(tmp_path) as children:
+        answer = children.list_gpus()
     assert answer.startswith("error: ")
     assert "too short" in answer
 
@@ -334,24 +374,24 @@ def test_a_missing_library_is_named_as_the_reason(
     assert "--gpus all" in absence
 
 
-def test_a_driver_that_reports_no_gpu_is_named_as_the_reason(library_folder: Path) -> None:
-    absence = ask_in_child(library_folder, FAKE_GPUS=0)[1]
+def test_a_driver_that_reports_no_gpu_is_named_as_the_reason(children: ChildProcesses) -> None:
+    absence = children.ask(FAKE_GPUS=0)[1]
     assert absence.startswith("the NVIDIA driver 570.86.15 works and reports 0 GPUs")
-    absence = ask_in_child(library_folder, FAKE_GPUS=0, CUDA_VISIBLE_DEVICES="")[1]
+    absence = children.ask(FAKE_GPUS=0, CUDA_VISIBLE_DEVICES="")[1]
     assert "reports 0 GPUs" in absence
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "abc", "7", "NoDevFiles", "GPU-ffff", "0,0"])
 def test_a_variable_that_hides_the_gpus_is_named_with_its_value(
-    library_folder: Path, hidden: str
+    children: ChildProcesses, hidden: str
 ) -> None:
-    answer, absence = ask_in_child(library_folder, FAKE_GPUS=1, CUDA_VISIBLE_DEVICES=hidden)
+    answer, absence = children.ask(FAKE_GPUS=1, CUDA_VISIBLE_DEVICES=hidden)
     assert answer == "visible:"
     assert absence == f"CUDA_VISIBLE_DEVICES={hidden!r} hides the only GPU of this machine"
 
 
-def test_the_number_of_hidden_gpus_is_named(library_folder: Path) -> None:
-    absence = ask_in_child(library_folder, FAKE_GPUS=3, CUDA_VISIBLE_DEVICES="")[1]
+def test_the_number_of_hidden_gpus_is_named(children: ChildProcesses) -> None:
+    absence = children.ask(FAKE_GPUS=3, CUDA_VISIBLE_DEVICES="")[1]
     assert absence == "CUDA_VISIBLE_DEVICES='' hides all 3 GPUs of this machine"
 
 
@@ -407,8 +447,10 @@ def test_cuda_that_finds_no_gpu_is_a_fault_unless_the_variable_hides_all(
         ("FAKE_UUID", pynvml.NVML_ERROR_GPU_IS_LOST, "--gpu-reset"),
     ],
 )
-def test_the_advice_fits_the_fault(step: str, code: int, advice: str, library_folder: Path) -> None:
-    answer = ask_in_child(library_folder, FAKE_GPUS=1, **{step: code})
+def test_the_advice_fits_the_fault(
+    step: str, code: int, advice: str, children: ChildProcesses
+) -> None:
+    answer = children.ask(FAKE_GPUS=1, **{step: code})
     assert answer[0].startswith("error: ")
     assert advice in answer[1]
     updated = code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
@@ -417,12 +459,17 @@ def test_the_advice_fits_the_fault(step: str, code: int, advice: str, library_fo
 
 def test_a_library_that_cannot_be_loaded_has_its_own_advice(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_bytes(b"")
-    assert "LD_LIBRARY_PATH" in ask_in_child(tmp_path)[1]
+    with ChildProcesses(tmp_path) as children:
+        _, advice = children.ask()
+    assert "LD_LIBRARY_PATH" in advice
 
 
 def test_the_cuda_of_torch_is_known_without_importing_torch() -> None:
     program = (
-        "import sys; from virnuc_core.gpus import Nvml; cuda = Nvml().torch_cuda();"
-        "assert 'torch' not in sys.modules; import torch; assert cuda == torch.version.cuda"
+        "import sys; from virnuc_core.gpus import Nvml; print(Nvml().torch_cuda());"
+        "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert child.stdout.strip() == str(torch.version.cuda)

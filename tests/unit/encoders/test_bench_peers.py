@@ -12,7 +12,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_peers.py"
 
@@ -43,6 +42,9 @@ def table_rows(lines: list[str]) -> dict[str, list[str]]:
 def test_engines_agree_and_missing_ones_are_named(
     bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Other tests of this worker need no compiler, and it takes long to import.
+    from torch._dynamo.utils import counters
+
     monkeypatch.setitem(sys.modules, "transformers", None)  # as where they are not installed
     monkeypatch.setitem(sys.modules, "esme", None)
     counters.clear()

@@ -40,6 +40,7 @@ from tests.forging import (
     text,
     thorough,
 )
+from tests.forked_workers import Forker, workers_of
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.shards import ShardResult, commit, read_plan, read_scores, read_shard
 from virnuc_core.profiles import FOLDER as PROFILES
@@ -71,7 +72,7 @@ DEATH = "shard 00000: the worker on cpu-core-0 was ended by SIGKILL"
 
 
 @pytest.fixture(scope="session")
-def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def validated(tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Path:
     """A validation on two cores, held against an earlier one and approved. To be copied.
 
     One row could not be embedded, and a worker died in the run on one device.
@@ -79,7 +80,8 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("validated")
     reads = simulate(SimulateSpec(reads=60, seed=3), folder / "few.fastq.gz").reads_file
     init_random(folder / "models", seed=1)
-    validate(reads, folder / "models", folder / "earlier", "cpu:2", shard_tokens=1024)
+    with workers_of(forker):
+        validate(reads, folder / "models", folder / "earlier", "cpu:2", shard_tokens=1024)
     shutil.copytree(folder / "earlier", folder / "out")
     out_dir = folder / "out"
     for name in (ONE, TWO):
