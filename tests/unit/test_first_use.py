@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from virnuc_core.encoders.quantise import quantise
 from virnuc_core.errors import WeightsError
 from virnuc_core.first_use import LOCK_FILE, FirstUseLock, first_use
 from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+from .engine.forked_programs import ForkedPrograms
 
 N_PROCESSES = 8
 # Each process makes the file `made` on its first use, and notes in `makers` that it did so. Making it
@@ -177,17 +180,15 @@ def test_processes_that_start_together_read_large_weights_once(
     assert 0 < len(count.read_text()) <= n_files
 
 
-def test_of_commands_that_write_one_models_directory_at_once_one_succeeds(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "virnuc.flows.cli", "models", "init-random")
-    processes = [
-        subprocess.Popen(
-            [*command, str(tmp_path / "models")], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
-        for _ in range(2)
-    ]
-    messages = [process.communicate(timeout=120)[1].decode() for process in processes]
+def test_of_commands_that_write_one_models_directory_at_once_one_succeeds(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    program = "tests.unit.first_use_programs.write_models_in_two_processes"
+    child = programs.run(program, arguments=(tmp_path,))
+    assert child.returncode == 0, child.stderr
+    codes = json.loads(child.stdout.splitlines()[-1])
+    messages = [(tmp_path / f"errors-{number}").read_text() for number in range(2)]
 
-    codes = [process.returncode for process in processes]
     assert sorted(codes) == [0, 3], messages
     for code, message in zip(codes, messages, strict=True):
         errors = [line for line in message.splitlines() if line.startswith("virnuc: ")]

@@ -19,6 +19,7 @@ import h5py
 import pytest
 
 from tests.columns import documented
+from tests.forked_workers import Forker, workers_of
 from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.pipeline import predict
@@ -110,8 +111,9 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("golden"))
+def out(tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Path:
+    with workers_of(forker):
+        return run(tmp_path_factory.mktemp("golden"))
 
 
 def test_staged_columns_and_fingerprints_are_those_recorded(out: Path) -> None:

@@ -46,6 +46,7 @@ def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(
     assert ceilings.dna_per_token == 2 * DNABERT_SIZES["tiny"].linear_weights
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_device_that_cannot_be_measured_is_an_error(tiny_models: Path, tmp_path: Path) -> None:
     absent = Device(kind="cuda", id="GPU-00000000-absent", name="absent")
     with pytest.raises(WorkerError, match="GPU-00000000-absent"):

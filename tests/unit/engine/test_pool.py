@@ -67,6 +67,7 @@ def pids(*summaries: RunSummary) -> set[int]:
     return {worker["pid"] for summary in summaries for worker in summary.workers}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_simultaneous_runs_share_workers_and_give_the_bytes_of_single_runs(
     kept: Pool, tmp_path: Path, staged: Staged, other: Staged, tiny_models: Path, reference: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_results_the_disk_refuses_are_named_and_no_summary_says_they_are_there(
     assert read_summary(run) is not None
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
     tmp_path: Path,
     staged: tuple[Path, StageSummary],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,37 @@ def metric(line: Figures, name: str) -> float:
     return estimate.value
 
 
+@dataclass(frozen=True)
+class CrossValidation:
+    """A training with cross-validations.
+
+    Attributes:
+        training: Its record.
+        head_shape: The description of the head that it wrote. Other trainings replace the head.
+    """
+
+    training: TrainFile
+    head_shape: HeadShape
+
+
 @pytest.fixture(scope="module")
-def cross_validated(training_run: TrainingRun) -> TrainFile:
+def cross_validation(training_run: TrainingRun) -> CrossValidation:
     """A training with two cross-validations."""
-    return training_run.train(epochs=12, folds=3, repeats=2)
+    training = training_run.train(epochs=12, folds=3, repeats=2)
+    head_shape = read_shape(training_run.head / "config.json", HeadShape)
+    return CrossValidation(training, head_shape)
+
+
+@pytest.fixture(scope="module")
+def cross_validated(cross_validation: CrossValidation) -> TrainFile:
+    """The record of that training."""
+    return cross_validation.training
+
+
+@pytest.fixture(scope="module")
+def plain_digest(training_run: TrainingRun) -> str:
+    """The digest of a head after two epochs, in which nothing was balanced."""
+    return training_run.train(epochs=2).digests["head"]
 
 
 def test_the_record_is_written(training_run: TrainingRun) -> None:
@@ -102,9 +130,11 @@ def test_the_record_says_what_was_not_measured(cross_validated: TrainFile) -> No
     assert set(cross_validated.not_run) == {"150 bases", "300 bases", "500 bases"}
 
 
-def test_the_card_is_that_of_the_cross_validation(training_run: TrainingRun, models: Path) -> None:
-    training = training_run.train(epochs=12, folds=3, repeats=2)
-    card = read_shape(training_run.head / "config.json", HeadShape).card
+def test_the_card_is_that_of_the_cross_validation(
+    cross_validation: CrossValidation, models: Path
+) -> None:
+    training = cross_validation.training
+    card = cross_validation.head_shape.card
     assert card is not None
     assert card == training.card
     line = select(training, CROSS_VALIDATION, HEAD_METHOD, "read", natural=False)
@@ -287,10 +317,9 @@ def test_a_training_that_fails_leaves_no_figures_of_another_head(
 
 @pytest.mark.parametrize("balance", ["kind", "gc", "kind-gc"])
 def test_a_balanced_training_is_recorded_and_gives_another_head(
-    training_run: TrainingRun, balance: str
+    training_run: TrainingRun, plain_digest: str, balance: str
 ) -> None:
     """The kinds are those of the labels, so that only GC content can be balanced here."""
-    plain_digest = training_run.train(epochs=2).digests["head"]
     training = training_run.train(epochs=2, balance=balance)
     assert training.settings["balance"] == balance
     assert (training.digests["head"] == plain_digest) == (balance == "kind")
