@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +17,7 @@ import pytest
 from tests.fake_gpus import FakeGpus
 from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.engine import devices
+from virnuc_core.engine import devices, kernel_cache
 from virnuc_core.engine.devices import (
     auto_remark,
     environment,
@@ -28,6 +30,9 @@ from virnuc_core.engine.shards import result_settings
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.gpus import Gpu, NvmlError
 from virnuc_core.runfiles import Device, version_of
+
+NOBODY = 65534
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_HOME", "HOME")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,67 @@ def test_a_gpu_worker_of_a_user_without_a_home_keeps_its_kernels_in_a_private_fo
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert "TRITON_CACHE_DIR" not in environment(gpu)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The home directory of a user who is not root, and may not pass over permissions.
+
+    Nothing was kept elsewhere yet.
+    """
+    make_folder = cache(kernel_cache._temporary_folder.__wrapped__)
+    monkeypatch.setattr(kernel_cache, "_temporary_folder", make_folder)
+    with tempfile.TemporaryDirectory(prefix="virnuc-test-") as name:
+        folder = Path(name)
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        yield folder
+    make_folder().cleanup()
+
+
+def needs_another_cache(home: str) -> bool:
+    """Return whether a user who is not root keeps kernels elsewhere than in a home directory."""
+    variables = {name: os.environ.pop(name) for name in CACHE_VARIABLES if name in os.environ}
+    is_root = os.geteuid() == 0
+    try:
+        os.environ["HOME"] = home
+        if is_root:
+            os.setresuid(NOBODY, NOBODY, 0)
+        return "TRITON_CACHE_DIR" in environment(Device(id="GPU-12", kind="cuda", name="x"))
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+        os.environ.update(variables)
+
+
+def test_a_gpu_worker_keeps_its_kernels_elsewhere_if_the_home_is_no_usable_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    hidden = home / "hidden"
+    hidden.mkdir(mode=0o000)
+    for unusable in ("", "relative", str(hidden), str(hidden / "home")):
+        assert needs_another_cache(unusable), unusable
+
+
+@pytest.mark.parametrize("obstacle", ["file", "dead link", "link to what is hidden", "of root"])
+def test_a_gpu_worker_keeps_its_kernels_elsewhere_if_tritons_folder_is_unusable(
+    home: Path, obstacle: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not needs_another_cache(str(home))
+    folder = home / ".triton"
+    if obstacle == "file":
+        folder.write_text("")
+    elif obstacle == "dead link":
+        folder.symlink_to(home / "nothing")
+    elif obstacle == "link to what is hidden":
+        (home / "hidden").mkdir(mode=0o000)
+        folder.symlink_to(home / "hidden" / "triton")
+    else:
+        folder.mkdir(mode=0o555)  # also not this user's, if root runs the test
+    assert needs_another_cache(str(home))
+    assert needs_another_cache(str(home))
+    assert caplog.text.count("name a folder for them with TRITON_CACHE_DIR") == 1
 
 
 def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
