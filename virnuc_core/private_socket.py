@@ -208,9 +208,9 @@ def connect(folder: Path) -> tuple["Messages", Peer] | None:
     """
     try:
         handle = open_private_folder(folder)
-    except FileNotFoundError:
-        return None
     except OSError as error:
+        if not os.path.lexists(folder):
+            return None  # it is not there, or this user may not look at it
         raise ConfigError(f"{folder}: {describe_system_error(error)}") from error
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -92,6 +93,19 @@ def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
         PrivateListener(folder)
     with pytest.raises(UnsafeFileError, match="another user"):
         connect(folder)
+
+
+@needs_root
+def test_nobody_listens_in_a_folder_that_the_user_may_not_see() -> None:
+    """As in a container whose user has the home directory of root."""
+    with TemporaryDirectory(prefix="virnuc-test-") as name:
+        folder = Path(name) / "virnuc"  # a temporary directory is closed for other users
+        folder.mkdir(mode=0o700)
+        os.setresuid(NOBODY, NOBODY, 0)
+        try:
+            assert connect(folder) is None
+        finally:
+            os.setresuid(0, 0, 0)
 
 
 def test_a_folder_with_a_long_name_works(tmp_path: Path) -> None:
