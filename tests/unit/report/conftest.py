@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Report
 
+from .measured_once import MeasuredOnce
 from .validate_directory import build
 
 
@@ -27,6 +29,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
 def judged(finished: tuple[Path, Profile]) -> Report:
     """The report of that directory, made once."""
     return build_report(*finished)
+
+
+@pytest.fixture(scope="session")
+def measured_once() -> MeasuredOnce:
+    """What reports of this process have read from telemetry, see `telemetry_once`."""
+    return MeasuredOnce()
+
+
+@pytest.fixture(scope="module")
+def telemetry_once(measured_once: MeasuredOnce) -> Iterator[None]:
+    """Let reports of a module read and summarise each content of a telemetry file once."""
+    with measured_once.in_reports():
+        yield
 
 
 @pytest.fixture

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.damage import edit_json, list_again
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import further_text, render
 from virnuc_core.report.views.reads import fate_rows
+
+pytestmark = pytest.mark.usefixtures("telemetry_once")
 
 
 def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]) -> None:

@@ -18,6 +18,8 @@ from virnuc_core.report.build import build_report
 
 from .validate_directory import Recipe, build
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 
 def _taking(**rows: float) -> Callable[[Path], None]:
     """A run whose stage table has these rows too: a name with `_` for a blank."""

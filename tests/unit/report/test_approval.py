@@ -26,6 +26,8 @@ from virnuc_core.validation import ApprovalRecord
 
 from .validate_directory import copy_made_once, write_json
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 ANSWER = {
     "schema_version": 1,
     "when": "2026-03-02T09:00:00+00:00",

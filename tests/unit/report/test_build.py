@@ -13,6 +13,8 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Criterion, Report
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 PAIRS = {
     "baseline": {"speedup", "consensus"},
     "devices-2": {"speedup", "consensus", "scaling", "same_bytes"},

@@ -39,6 +39,8 @@ from .validate_directory import (
     write_json,
 )
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 GPUS = ("GPU-00000000-aaaa", "GPU-10000000-aaaa")
 NO_COMMIT_S = 1e-6
 

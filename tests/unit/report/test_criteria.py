@@ -28,6 +28,8 @@ from virnuc_core.validation import BaselineSummary
 
 from .validate_directory import Recipe, build, write_json
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 SEVEN = (
     "one_device_time",
     "two_device_time",

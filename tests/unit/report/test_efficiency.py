@@ -18,6 +18,8 @@ from virnuc_core.report.views.speed import efficiency_facts
 
 from .validate_directory import Recipe, build
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 GPUS = ("GPU-00000000-aaaa", "GPU-10000000-aaaa")
 FLOPS_PER_TOKEN = 5.6e9  # of ESM-2
 RTX_4090_FLOPS = 165.2e12  # fp16, by its data sheet

@@ -67,6 +67,8 @@ from virnuc_core.validation import ApprovalRecord
 
 from ...bare import PROFILE, validate
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 ONE, TWO = "devices-1", "devices-2"
 DEATH = "shard 00000: the worker on cpu-core-0 was ended by SIGKILL"
 

@@ -23,6 +23,8 @@ from virnuc_core.report.text import format_value
 
 from .validate_directory import Recipe, build, digest_of
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>|`${7*7}`'
 
 

@@ -14,6 +14,8 @@ from virnuc_core.report.render import benchmark_markdown, report_html, report_ma
 
 from ..markdown_pages import HOSTILE_TEXTS, HtmlPage, structure
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 PLAIN = "name"  # a text that no program takes for anything
 
 

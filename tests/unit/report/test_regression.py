@@ -30,6 +30,8 @@ from virnuc_core.report.regression import (
 from virnuc_core.report.verify import verify_report
 from virnuc_core.validation import ApprovalRecord
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 
 def entry(created: str = "2026-03-02", **changes: object) -> HistoryEntry:
     values: dict[str, object] = {

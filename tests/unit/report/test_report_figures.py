@@ -18,6 +18,8 @@ from virnuc_core.report.views import devices, speed
 
 from .validate_directory import Recipe, build, copy_made_once
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 RECIPES = {
     "all met": Recipe(),
     "missed": Recipe(utilisation=(60.0, 71.3), packing=0.8949, wait_ms=80.0, baseline_s=90.0),

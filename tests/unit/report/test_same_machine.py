@@ -16,6 +16,8 @@ from virnuc_core.report.model import Criterion, Report
 
 from .validate_directory import edit_json
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 Change = Callable[[dict[str, Any]], object]
 
 

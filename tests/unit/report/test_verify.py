@@ -29,6 +29,8 @@ from virnuc_core.runfiles import digest
 
 from .validate_directory import Recipe, build
 
+pytestmark = pytest.mark.usefixtures("telemetry_once")
+
 Change = Callable[[Path], None]
 
 
