@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked_workers import Forker, forks_of_new_process, require_descriptor, workers_of
+from virnuc_core.encoders import convert
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,6 +62,21 @@ def _signal_handlers() -> Iterator[None]:
 def _no_waiting_for_the_disk() -> Iterator[None]:
     """Write files without waiting until the disk has them, which only a power failure would show."""
     with patch.object(os, "fsync", require_descriptor):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_trained_once() -> Iterator[None]:
+    """Train the tokenizer of each seed once; that takes most of the time of a tiny random model."""
+    with patch.object(convert, "train_tokenizer", functools.cache(convert.train_tokenizer)):
+        yield
+
+
+@pytest.fixture
+def tokenizers_trained_anew() -> Iterator[None]:
+    """Train each tokenizer again, for tests that compare what equal seeds give."""
+    remembering = convert.train_tokenizer
+    with patch.object(convert, "train_tokenizer", inspect.unwrap(remembering)):
         yield
 
 

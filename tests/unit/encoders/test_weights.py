@@ -50,6 +50,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.usefixtures("tokenizers_trained_anew")
 def test_equal_seeds_give_equal_bytes_and_others_do_not(models: Path, tmp_path: Path) -> None:
     init_random(tmp_path / "same", seed=7)
     init_random(tmp_path / "other", seed=8)

@@ -26,6 +26,7 @@ def test_the_head_is_for_the_asked_length(
     assert f"head for length {length}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("tokenizers_trained_anew")
 def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
         words = ["models", "init-random", str(tmp_path / name), "--head", "300", "--seed", seed]
