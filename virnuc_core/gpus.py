@@ -14,7 +14,7 @@ import importlib.util
 import math
 import os
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -211,7 +211,7 @@ class Nvml:
         if count == 0:
             return GpuSearch(absence=self._describe_empty_driver())
         try:
-            visible = _gpus_in_cuda_order(count)
+            visible = self._gpus_in_cuda_order(count)
         except pynvml.NVMLError as error:
             raise _nvml_error(error) from error
         for gpu in visible:
@@ -221,6 +221,63 @@ class Nvml:
         if not visible:
             return GpuSearch(absence=_describe_hidden_gpus(count))
         return GpuSearch(tuple(visible))
+
+    def _gpus_in_cuda_order(self, count: int) -> list[Gpu]:
+        """Return the GPUs that CUDA lets this process use, in CUDA's order.
+
+        Args:
+            count: The number of GPUs that the driver lists, at least 1.
+
+        Returns:
+            The GPUs. None of them if `CUDA_VISIBLE_DEVICES` hides them all.
+
+        Raises:
+            NVMLError: The driver refuses a question about a GPU.
+            NvmlError: CUDA finds no GPU, although no setting hides the GPUs. An example is a CUDA
+                library of another version than the driver.
+        """
+        import nvitop
+
+        setting = os.environ.get(VISIBLE_VARIABLE)
+        device_of_uuid = {device.uuid(): device for device in nvitop.Device.all()}
+        physical = list(device_of_uuid.values())
+        # CUDA may see the slices of a GPU (MIG) in its place, and they can change at any time.
+        has_slices = any(device.is_mig_mode_enabled() for device in physical)
+        if count == 1 and setting is None and not has_slices:
+            devices = physical  # a single GPU needs no order
+        elif has_slices:
+            devices = nvitop.Device.cuda.all()
+        else:
+            devices = self._devices_in_cuda_order(device_of_uuid)
+        if not devices and setting is None:
+            problem = f"the driver lists GPUs ({count}), and CUDA finds none of them"
+            raise NvmlError(problem, _CUDA_LIBRARY)
+        if not devices and _names_a_gpu(setting or "", count):
+            problem = (
+                f"{VISIBLE_VARIABLE}={setting!r} names GPUs of the driver, and CUDA finds none"
+            )
+            raise NvmlError(problem, _CUDA_LIBRARY)
+        return [Gpu(device.uuid(), device.name(), _capability(device)) for device in devices]
+
+    def _devices_in_cuda_order(self, device_of_uuid: Mapping[str, Any]) -> list[Any]:
+        """Return the devices that CUDA shows, in its order, and ask CUDA only if it must be asked.
+
+        Args:
+            device_of_uuid: The devices of nvitop's by their UUIDs, in the order of the driver.
+        """
+        import nvitop
+
+        from virnuc_core.gpu_order import recall_order, remember_order
+
+        uuids = list(device_of_uuid)
+        driver = self.driver()
+        version = "" if driver is None else driver.version
+        order = recall_order(uuids, version)
+        if order is not None:
+            return [device_of_uuid[uuid] for uuid in order]
+        devices: list[Any] = nvitop.Device.cuda.all()
+        remember_order([device.uuid() for device in devices], uuids, version)
+        return devices
 
     def _describe_empty_driver(self) -> str:
         """Return a clause for a driver that works and lists no GPU."""
@@ -421,37 +478,6 @@ def _describe_hidden_gpus(count: int) -> str:
     hidden = "the only GPU" if count == 1 else f"all {count} GPUs"
     value = os.environ.get(VISIBLE_VARIABLE, "")
     return f"{VISIBLE_VARIABLE}={value!r} hides {hidden} of this machine"
-
-
-def _gpus_in_cuda_order(count: int) -> list[Gpu]:
-    """Return the GPUs that CUDA lets this process use, in CUDA's order.
-
-    Args:
-        count: The number of GPUs that the driver lists, at least 1.
-
-    Returns:
-        The GPUs. None of them if `CUDA_VISIBLE_DEVICES` hides them all.
-
-    Raises:
-        NVMLError: The driver refuses a question about a GPU.
-        NvmlError: CUDA finds no GPU, although no setting hides the GPUs. An example is a CUDA
-            library of another version than the driver.
-    """
-    import nvitop
-
-    setting = os.environ.get(VISIBLE_VARIABLE)
-    # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
-    # needs no order, unless CUDA may hide it or see its slices (MIG) in its place.
-    devices = [] if setting is not None or count > 1 else nvitop.Device.all()
-    if not devices or devices[0].is_mig_mode_enabled():
-        devices = nvitop.Device.cuda.all()
-    if not devices and setting is None:
-        problem = f"the driver lists GPUs ({count}), and CUDA finds none of them"
-        raise NvmlError(problem, _CUDA_LIBRARY)
-    if not devices and _names_a_gpu(setting or "", count):
-        problem = f"{VISIBLE_VARIABLE}={setting!r} names GPUs of the driver, and CUDA finds none"
-        raise NvmlError(problem, _CUDA_LIBRARY)
-    return [Gpu(device.uuid(), device.name(), _capability(device)) for device in devices]
 
 
 def _capability(device: Any) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.fake_gpus import FakeGpus, build_fake_nvml
-from virnuc_core import gpus
+from virnuc_core import gpu_order, gpus
 from virnuc_core.gpus import (
     LIBRARY,
     Driver,
@@ -67,6 +67,15 @@ ALL_CODES = sorted(
 def no_driver() -> None:
     """Fail as NVML does on a machine without a driver."""
     raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory in which no order of GPUs is remembered."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -122,25 +131,150 @@ def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
     asks_cuda: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gpu(name: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            uuid=lambda: f"GPU-{name}",
-            name=lambda: name,
-            is_mig_mode_enabled=lambda: has_slices,
-            cuda_compute_capability=lambda: nvitop.NA if has_slices else (9, 0),
-        )
-
-    physical = [gpu(f"physical {number}") for number in range(count)]
-    in_cuda_order = SimpleNamespace(all=lambda: [gpu("as CUDA has it")])
+    physical = [named_gpu(f"GPU-physical {number}", has_slices) for number in range(count)]
+    in_cuda_order = SimpleNamespace(all=lambda: [named_gpu("GPU-as CUDA has it", has_slices)])
     device = SimpleNamespace(all=lambda: physical, cuda=in_cuda_order)
     monkeypatch.setattr(nvitop, "Device", device)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if cuda_visible_devices is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda_visible_devices)
-    name = "as CUDA has it" if asks_cuda else "physical 0"
+    uuid = "GPU-as CUDA has it" if asks_cuda else "GPU-physical 0"
     capability = None if has_slices else (9, 0)
-    assert Nvml().visible() == [Gpu(f"GPU-{name}", name, capability)]
+    assert Nvml().visible() == [Gpu(uuid, f"name of {uuid}", capability)]
+
+
+class AskedCuda:
+    """Stands in for `nvitop.Device`: lists two GPUs, and counts how often CUDA was asked."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        """Keep the order in which CUDA has the GPUs."""
+        self.count = 0
+        self.order = order
+        self.has_slices = False
+        self.uuids = list(UUIDS)  # of the driver
+        self.cuda = SimpleNamespace(all=self.in_cuda_order)
+
+    def all(self) -> list[SimpleNamespace]:
+        """Return the GPUs as the driver lists them."""
+        return [named_gpu(uuid, self.has_slices) for uuid in self.uuids]
+
+    def in_cuda_order(self) -> list[SimpleNamespace]:
+        """Return the GPUs as CUDA lists them."""
+        self.count += 1
+        return [named_gpu(uuid, self.has_slices) for uuid in self.order]
+
+
+@pytest.fixture
+def cuda(working_driver: None, monkeypatch: pytest.MonkeyPatch) -> AskedCuda:
+    """Two GPUs. CUDA lists them in the other order than the driver."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    device = AskedCuda(["GPU-bbbb", "GPU-aaaa"])
+    monkeypatch.setattr(nvitop, "Device", device)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(device.uuids))
+    return device
+
+
+def visible_uuids() -> list[str]:
+    return [gpu.uuid for gpu in Nvml().visible()]
+
+
+def test_cuda_is_asked_once_for_its_order(cuda: AskedCuda) -> None:
+    for _ in range(3):
+        assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
+    assert cuda.count == 1
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"])
+def test_cuda_is_asked_again_if_another_variable_may_change_the_order(
+    variable: str, cuda: AskedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visible_uuids()
+    monkeypatch.setenv(variable, "1")
+    cuda.order = ["GPU-aaaa"]
+    assert visible_uuids() == ["GPU-aaaa"]
+    monkeypatch.delenv(variable)
+    assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
+    assert cuda.count == 2
+
+
+def test_cuda_is_asked_again_after_a_restart_of_the_machine(
+    cuda: AskedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visible_uuids()
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("another\n")
+    monkeypatch.setattr(gpu_order, "BOOT_ID", boot_id)
+    cuda.order = UUIDS
+    assert visible_uuids() == list(UUIDS)
+    assert cuda.count == 2
+
+
+def test_cuda_is_asked_again_if_the_gpus_or_the_driver_are_others(
+    cuda: AskedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visible_uuids()
+    cuda.uuids = ["GPU-aaaa", "GPU-cccc"]
+    cuda.order = ["GPU-cccc", "GPU-aaaa"]
+    assert visible_uuids() == ["GPU-cccc", "GPU-aaaa"]
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
+    visible_uuids()
+    assert cuda.count == 3
+
+
+def test_slices_of_gpus_are_never_remembered(cuda: AskedCuda) -> None:
+    """The administrator may divide a GPU while the machine runs."""
+    visible_uuids()
+    cuda.has_slices = True
+    cuda.order = ["MIG-1", "MIG-2"]
+    for _ in range(2):
+        assert visible_uuids() == ["MIG-1", "MIG-2"]
+    assert cuda.count == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "\udc80",
+        '{"order": null}',
+        "null",
+        "GPU-cccc",  # no GPU of the driver
+        "GPU-bbbb",  # one GPU twice
+    ],
+)
+def test_a_damaged_file_of_the_order_means_that_cuda_is_asked(
+    damage: str, cuda: AskedCuda, home: Path
+) -> None:
+    visible_uuids()
+    [file] = home.glob(".cache/virnuc/gpu-order/*.json")
+    if damage.startswith("GPU-"):
+        content = json.loads(file.read_text())
+        content["order"][1] = damage
+        damage = json.dumps(content)
+    file.write_text(damage, errors="surrogateescape")
+    assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
+    assert cuda.count == 2
+
+
+def test_without_a_place_for_the_order_cuda_is_asked_each_time(cuda: AskedCuda, home: Path) -> None:
+    (home / ".cache").write_text("a file in the place of the folder")
+    for _ in range(2):
+        assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
+    assert cuda.count == 2
+
+
+def named_gpu(uuid: str, has_slices: bool = False) -> SimpleNamespace:
+    """A device of nvitop's."""
+    return SimpleNamespace(
+        uuid=lambda: uuid,
+        name=lambda: f"name of {uuid}",
+        is_mig_mode_enabled=lambda: has_slices,
+        cuda_compute_capability=lambda: nvitop.NA if has_slices else (9, 0),
+    )
 
 
 class Device:
@@ -418,7 +552,7 @@ def test_cuda_that_finds_no_gpu_is_a_fault_unless_the_variable_hides_all(
     setting: str, is_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two GPUs. CUDA reads the entries up to the first one that it does not know."""
-    physical = [SimpleNamespace(uuid=lambda uuid=uuid: uuid) for uuid in UUIDS]
+    physical = [named_gpu(uuid) for uuid in UUIDS]
     device = SimpleNamespace(all=lambda: physical, cuda=SimpleNamespace(all=list))
     monkeypatch.setattr(nvitop, "Device", device)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(physical))
