@@ -301,7 +301,9 @@ def read_distances(store: OrfStore, composition: TrainingComposition) -> Floats:
 def unique_distances(store: OrfStore, composition: TrainingComposition) -> NDArray[np.float32]:
     """Return how far each distinct sequence of a store is from the training data of a classifier.
 
-    Threads compare the blocks side by side; numpy lets them run at the same time.
+    Threads compare the blocks side by side; numpy lets them run at the same time. Each multiplies
+    its matrices on one core. Otherwise numpy would use all cores for each of them, and on a machine
+    with many cores they would mostly wait for each other.
 
     Args:
         store: The staged reads.
@@ -310,6 +312,8 @@ def unique_distances(store: OrfStore, composition: TrainingComposition) -> NDArr
     Returns:
         Multiples of the expected distance, [uniques]; NaN for those that cannot be compared.
     """
+    from threadpoolctl import threadpool_limits  # small runs need not wait for it at their start
+
     distances = np.full(store.n_uniques, np.nan, np.float32)
 
     def compare_block(low: int) -> None:
@@ -319,7 +323,8 @@ def unique_distances(store: OrfStore, composition: TrainingComposition) -> NDArr
 
     block_starts = range(0, store.n_uniques, BLOCK_UNIQUES)
     n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
-    with ThreadPoolExecutor(min(n_cores, MAX_THREADS)) as threads:
+    n_threads = min(n_cores, MAX_THREADS)
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(n_threads) as threads:
         # `list` waits for all blocks, and raises the error of one that failed.
         list(threads.map(compare_block, block_starts))
     return distances

@@ -11,10 +11,12 @@ from typing import cast
 import numpy as np
 import pytest
 from scipy.spatial.distance import mahalanobis
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from virnuc_core.encoders.composition import (
     COMPOSITION,
     N_CODONS,
+    Floats,
     KindComposition,
     TrainingComposition,
     codon_features,
@@ -106,6 +108,29 @@ def test_threads_find_the_same_distances_as_one_sequence_after_another(
     assert np.isfinite(expected).any()
     monkeypatch.setattr("virnuc_core.encoders.composition.BLOCK_UNIQUES", 7)
     np.testing.assert_allclose(unique_distances(store, composition), expected, rtol=1e-6)
+
+
+def test_each_thread_multiplies_on_one_core(tmp_path: Path) -> None:
+    """Eight threads that use 32 cores each take longer than one thread."""
+    path = tmp_path / "reads.fasta"
+    path.write_text(f">r\n{'ACG' * 50}\n")
+    stage(StageSpec(reads=(str(path),), model_length=150), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    cores_used = []
+
+    def note_cores(codons: Floats) -> Floats:
+        cores_used.extend(blas_threads())
+        return np.zeros(len(codons))
+
+    with threadpool_limits(2, user_api="blas"):
+        unique_distances(store, cast(TrainingComposition, SimpleNamespace(distances=note_cores)))
+        assert set(blas_threads()) == {2}  # as before
+    assert set(cores_used) == {1}
+
+
+def blas_threads() -> list[int]:
+    """Return the number of threads of each library that multiplies matrices for numpy."""
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
 
 
 def test_distances_are_those_of_scipy() -> None:
