@@ -167,6 +167,8 @@ class Repeater:
             # The launch loop fills the device with work for seconds, and a commit waits for this
             # encoder. -1 gives it a higher priority.
             self.stream = torch.cuda.Stream(device, priority=-1)
+            # The weights may still be on their way to the device, in the stream that loads them.
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         self._queue = RowQueue()
         # Of the batches for these rows: token slots, and the token that fills the empty ones.
         self._slots = 0

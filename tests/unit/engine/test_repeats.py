@@ -26,7 +26,7 @@ from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.quantise import quantise
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
-from virnuc_core.engine import shards
+from virnuc_core.engine import repeats, shards
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import TokenRows, packed
 from virnuc_core.engine.pool import Pool
@@ -312,6 +312,41 @@ def test_skipped_rows_stay_skipped_and_a_probe_commits_nothing(
         assert np.array_equal(array[kept_rows], full_array[kept_rows]), (
             "what else is near changes no bit of a row"
         )
+
+
+def test_the_repeating_stream_waits_for_the_stream_that_loads_the_weights(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams do not wait for each other by themselves, and weights are copied in the background."""
+    events: list[str] = []
+
+    class RecordingStream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            events.append("made")
+
+        def wait_stream(self, other: object) -> None:
+            events.append(f"waits for {other}")
+
+    monkeypatch.setattr(repeats, "load_encoder", lambda *_: events.append("loaded"))
+    monkeypatch.setattr(torch.cuda, "Stream", RecordingStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the loading stream")
+    Repeater(models, torch.device("cuda"), EIGHT, LONGEST)
+    assert events == ["loaded", "made", "waits for the loading stream"]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)], indirect=True)
+def test_rows_are_right_although_the_weights_arrive_late(
+    models: Path, staged: Staged, device: torch.device
+) -> None:
+    expected = alone(models, staged, device, 0)
+    tokens, starts = Esm2Tokenizer().encode(OrfStore.open(staged[0]).protein(0, 1))
+    token_rows = TokenRows(tokens.numpy(), starts.numpy())
+    ((_, batch),) = packed(token_rows, SLOTS, ESM2_PAD, divisors=(1,))
+    torch.cuda._sleep(4_000_000_000)  # cycles, about two seconds of the loading stream
+    repeater = Repeater(models, device, EIGHT, LONGEST)
+    with torch.cuda.stream(repeater.stream):
+        row_embeddings = repeater.encoder.embed(batch.to(device))
+        assert torch.equal(row_embeddings[0].cpu(), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
