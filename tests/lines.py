@@ -34,6 +34,7 @@ LAYERS = (
         "errors",
         "encoder_names",
         "first_use",
+        "gpu_order",
         "gpus",
         "input_names",
         "lease",
