@@ -115,7 +115,7 @@ def test_a_device_that_the_user_names_needs_no_reason(
     assert not json.loads((out_dir / "summary.json").read_text())["warnings"]
 
 
-@pytest.mark.usefixtures("prefect_backend")
+@pytest.mark.usefixtures("prefect_backend", "forked_workers")
 def test_the_report_of_a_validation_says_why_auto_took_a_core(
     few_reads: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
