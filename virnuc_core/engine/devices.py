@@ -179,14 +179,19 @@ def _cores(count: int) -> tuple[Device, ...]:
     )
 
 
-def environment(device: Device) -> dict[str, str]:
+def environment(device: Device, *, fresh_kernels: bool = False) -> dict[str, str]:
     """Return the environment variables for a worker, so that it can use only its own device.
 
     They are set in addition to those of this process. A worker on a core sees no GPU, and its
     libraries start no further threads.
+
+    Args:
+        device: The device.
+        fresh_kernels: The worker compiles all kernels anew. Only for a GPU.
     """
     if device.kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": device.local} | kernel_cache_variables()
+        cache_variables = kernel_cache_variables(fresh=fresh_kernels)
+        return {"CUDA_VISIBLE_DEVICES": device.local} | cache_variables
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

@@ -16,16 +16,21 @@ OWN_PLACES: Final = ("TRITON_CACHE_DIR", "TRITON_HOME")  # by which a user names
 log = logging.getLogger(__name__)
 
 
-def kernel_cache_variables() -> dict[str, str]:
+def kernel_cache_variables(*, fresh: bool = False) -> dict[str, str]:
     """Return the environment variables by which workers on GPUs find a place for their kernels.
 
     If Triton cannot write to its folder in the home directory, this is a temporary folder. Only
     this user can write to it, because what is in it is executed. It is removed when this process
     ends, so a later run compiles again. A warning says so.
 
+    Args:
+        fresh: Use a temporary folder in any case, because the kept kernels may be damaged.
+
     Returns:
         One variable; none if the user has a usable home or has named a place.
     """
+    if fresh:
+        return {"TRITON_CACHE_DIR": _fresh_folder().name}
     if _has_usable_home() or any(os.environ.get(name) for name in OWN_PLACES):
         return {}
     return {"TRITON_CACHE_DIR": _temporary_folder().name}
@@ -38,6 +43,17 @@ def _temporary_folder() -> "tempfile.TemporaryDirectory[str]":
         "the kernels of this run are compiled anew, because ~/.triton cannot be written; "
         "name a folder for them with TRITON_CACHE_DIR"
     )
+    return _make_folder()
+
+
+@cache
+def _fresh_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Make a folder for workers that must not use kernels of earlier ones, once for all of them."""
+    return _make_folder()
+
+
+def _make_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Make a folder to which only this user can write."""
     return tempfile.TemporaryDirectory(prefix="virnuc-kernels-", ignore_cleanup_errors=True)
 
 

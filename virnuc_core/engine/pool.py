@@ -673,14 +673,22 @@ class Pool(AbstractContextManager["Pool"]):
     def _count_unready_death(self, slot: WorkerSlot, death: WorkerDeath) -> None:
         """Count a worker that died before it was ready.
 
-        Such a worker has computed no shard, so the cause is its device or the models. After a few
-        deaths in a row the run is given up.
+        Such a worker has computed no shard, so the cause is its device, the models, or a compiled
+        kernel that a machine without power has left damaged. So the next worker on a GPU compiles
+        all kernels anew. After a few deaths in a row the run is given up.
 
         Raises:
             WorkerError: `MAX_DEATHS_BEFORE_READY` workers in a row have died so on this device.
         """
         slot.unready_deaths += 1
         if slot.unready_deaths < MAX_DEATHS_BEFORE_READY:
+            if slot.spec.device.kind == "cuda" and not slot.spec.fresh_kernels:
+                slot.spec = slot.spec.model_copy(update={"fresh_kernels": True})
+                log.warning(
+                    "%s: the next worker compiles its kernels anew; if it starts, a kept kernel "
+                    "may be damaged: remove the folder ~/.triton/cache",
+                    slot.spec.device.id,
+                )
             return
         device = death.worker.device
         problem = f"workers on {device} ended {slot.unready_deaths} times before they were ready"

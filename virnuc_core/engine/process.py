@@ -85,6 +85,8 @@ class WorkerSpec(Message):
         1  # the token budgets are divided by this, if the device has too little memory
     )
     trace: TraceSpec | None = None
+    # On a GPU: compile all kernels anew, because the kept ones may be damaged.
+    fresh_kernels: bool = False
 
 
 class Alive(Message):
@@ -213,7 +215,10 @@ class Child:
         self._set_common_attributes(spec, inbox)
         self.process = subprocess.Popen(
             parent_bound_command(PROGRAM, module),  # it ends when this process ends
-            env={**os.environ, **environment(spec.device)},
+            env={
+                **os.environ,
+                **environment(spec.device, fresh_kernels=spec.fresh_kernels),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

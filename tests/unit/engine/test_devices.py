@@ -114,13 +114,16 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Nothing was kept elsewhere yet.
     """
     make_folder = cache(kernel_cache._temporary_folder.__wrapped__)
+    make_fresh_folder = cache(kernel_cache._fresh_folder.__wrapped__)
     monkeypatch.setattr(kernel_cache, "_temporary_folder", make_folder)
+    monkeypatch.setattr(kernel_cache, "_fresh_folder", make_fresh_folder)
     with tempfile.TemporaryDirectory(prefix="virnuc-test-") as name:
         folder = Path(name)
         if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
         yield folder
     make_folder().cleanup()
+    make_fresh_folder().cleanup()
 
 
 def needs_another_cache(home: str) -> bool:
@@ -166,6 +169,18 @@ def test_a_gpu_worker_keeps_its_kernels_elsewhere_if_tritons_folder_is_unusable(
     assert needs_another_cache(str(home))
     assert needs_another_cache(str(home))
     assert caplog.text.count("name a folder for them with TRITON_CACHE_DIR") == 1
+
+
+def test_a_gpu_worker_with_fresh_kernels_never_uses_kept_ones(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Device(id="GPU-12", kind="cuda", name="x")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "kernels that are damaged"))
+    folder = Path(environment(gpu, fresh_kernels=True)["TRITON_CACHE_DIR"])
+    assert list(folder.iterdir()) == []
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert "TRITON_CACHE_DIR" not in environment(gpu), "the user's own folder is used"
 
 
 def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -120,6 +121,26 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(
     child.end(grace_s=1)
     assert child.last_words == "noise from a library"
     assert (tmp_path / "log" / "echo.log").read_text() == "noise from a library\n"
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_a_gpu_worker_gets_a_folder_without_kernels_if_its_specification_says_so(
+    is_fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def note_environment(*_: object, env: dict[str, str], **__: object) -> None:
+        environments.append(env)
+        raise OSError("no process is started in this test")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/kept")
+    monkeypatch.setattr(process.subprocess, "Popen", note_environment)
+    gpu = Device(id="GPU-1", kind="cuda", name="x")
+    spec = WorkerSpec(models="", device=gpu, engine=EngineSpec(), fresh_kernels=is_fresh)
+    with pytest.raises(OSError, match="no process"):
+        process.Child("none", spec, queue.Queue())
+    [environment] = environments
+    assert (environment["TRITON_CACHE_DIR"] != "/kept") == is_fresh
 
 
 @pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1", "utf-16"])

@@ -217,6 +217,23 @@ def answer_next(pool: Any, shard: int) -> None:
     answer_oldest(pool)
 
 
+def test_a_gpu_worker_that_died_while_it_loaded_is_followed_by_one_without_kept_kernels(
+    pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that was cut off by a power failure ends every worker that loads it."""
+    slot = pool._slots[0]
+    gpu = Device(id="GPU-1", kind="cuda", name="")
+    for device, is_gpu in ((slot.spec.device, False), (gpu, True)):
+        slot.spec = slot.spec.model_copy(update={"device": device})
+        slot.unready_deaths = 0
+        for _ in range(2):
+            worker = start(pool)
+            slot.ready_record = None  # it has not loaded the weights yet
+            pool._handle_death(slot, worker)
+            assert slot.spec.fresh_kernels == is_gpu
+    assert caplog.text.count("remove the folder ~/.triton/cache") == 1
+
+
 def test_a_death_without_shards_that_wait_belongs_to_the_oldest_one(pool: Any) -> None:
     slot = pool._slots[0]
     pool._handle_death(slot, slot.worker)
