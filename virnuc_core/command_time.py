@@ -19,15 +19,30 @@ class _Command:
         is_noted: False in a notebook, a script or a worker of Prefect, which do other things before
             and after a run.
         finished_runs: The directories of the runs that this process has computed to their end.
+        start_ticks: When the process began that the user has started, if that is another one. It
+            has the form of `process_start_ticks`.
     """
 
     is_noted: bool = False
     finished_runs: ClassVar[set[Path]] = set()
+    start_ticks: str = ""
 
 
 def note_command() -> None:
     """Remember that this process is a command that a user waits for."""
     _Command.is_noted = True
+
+
+def note_start(pid: int) -> None:
+    """Remember that this process runs the command of another process, from which time counts.
+
+    Args:
+        pid: The process that the user has started.
+
+    Raises:
+        OSError: It has ended.
+    """
+    _Command.start_ticks = process_start_ticks(pid)
 
 
 def note_finished_run(root: Path) -> None:
@@ -41,8 +56,9 @@ def note_finished_run(root: Path) -> None:
 
 
 def command_start_s() -> float:
-    """Return when this process began, by the clock of `time.monotonic()`, in seconds."""
-    since_boot_s = int(process_start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    """Return when the command began, by the clock of `time.monotonic()`, in seconds."""
+    start_ticks = _Command.start_ticks or process_start_ticks(os.getpid())
+    since_boot_s = int(start_ticks) / os.sysconf("SC_CLK_TCK")
     # The time of the boot by the clock of `time.monotonic()`. That clock stands still while the
     # machine is suspended, and CLOCK_BOOTTIME does not, so this is not simply 0.
     boot_s = time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -50,7 +66,7 @@ def command_start_s() -> float:
 
 
 def waited_s() -> float:
-    """Return how long ago this process began, in seconds.
+    """Return how long ago the command began, in seconds.
 
     It includes what came before our first line: the start of Python and its imports.
     """

@@ -7,19 +7,18 @@ ask the kernel who the other end is. Each message is a text with its length befo
 import errno
 import fcntl
 import os
-import platform
 import select
 import socket
 import stat
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from virnuc_core.errors import ConfigError, UnsafeFileError, VirnucError
-from virnuc_core.system_errors import describe_system_error
 
 SOCKET: Final = "serve.sock"
 LOCK: Final = "serve.lock"
@@ -47,7 +46,7 @@ def socket_folders() -> list[Path]:
         folders.append(runtime / "virnuc")
     with suppress(RuntimeError):  # the user has no home directory
         # Several machines may share the home directory, and a socket works on one only.
-        folders.append(Path("~/.cache/virnuc").expanduser() / f"serve-{platform.node()}")
+        folders.append(Path("~/.cache/virnuc").expanduser() / f"serve-{os.uname().nodename}")
     return folders
 
 
@@ -211,7 +210,7 @@ def connect(folder: Path) -> tuple["Messages", Peer] | None:
     except OSError as error:
         if not os.path.lexists(folder):
             return None  # it is not there, or this user may not look at it
-        raise ConfigError(f"{folder}: {describe_system_error(error)}") from error
+        raise _refused(folder, error) from error
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_S)
@@ -224,7 +223,7 @@ def connect(folder: Path) -> tuple["Messages", Peer] | None:
         return None
     except OSError as error:
         connection.close()
-        raise ConfigError(f"{folder / SOCKET}: {describe_system_error(error)}") from error
+        raise _refused(folder / SOCKET, error) from error
     except VirnucError:
         connection.close()
         raise
@@ -233,12 +232,26 @@ def connect(folder: Path) -> tuple["Messages", Peer] | None:
     return Messages(connection), peer
 
 
+def _refused(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a socket or its folder to which the system gives no access."""
+    # Every command imports this module first, and few need the words for an error.
+    from virnuc_core.system_errors import describe_system_error
+
+    return ConfigError(f"{path}: {describe_system_error(error)}")
+
+
 def _short_path(folder: int) -> str:
     """Return the path of the socket in an open folder.
 
     The address of a socket has at most 107 bytes, and the name of the folder may be longer.
     """
     return f"/proc/self/fd/{folder}/{SOCKET}"
+
+
+def frame(text: str) -> bytes:
+    """Return a text as it is sent: its length in bytes, and the text."""
+    content = text.encode("utf-8", "backslashreplace")
+    return _LENGTH.pack(len(content)) + content
 
 
 class Messages:
@@ -263,14 +276,48 @@ class Messages:
         Raises:
             OSError: The connection is closed, or the other end takes nothing any more.
         """
-        content = text.encode("utf-8", "backslashreplace")
+        content = frame(text)
         with self._send_lock:
             try:
-                self._connection.sendall(_LENGTH.pack(len(content)) + content)
+                self._connection.sendall(content)
             except OSError:
                 # A part may have been sent, after which the other end would misread the next one.
                 self.close()
                 raise
+
+    def send_handles(self, text: str, handles: Sequence[int]) -> None:
+        """Send one text, and with it copies of open handles.
+
+        Args:
+            text: The text.
+            handles: Numbers of the handles. They stay open here.
+
+        Raises:
+            OSError: The connection is closed.
+        """
+        content = frame(text)
+        with self._send_lock:
+            # The handles go with the length. The other end receives both with one call.
+            socket.send_fds(self._connection, [content[: _LENGTH.size]], handles)
+            self._connection.sendall(content[_LENGTH.size :])
+
+    def receive_with_handles(self, n_handles: int) -> tuple[str | None, list[int]]:
+        """Wait for the next text, and for the handles that come with it.
+
+        Args:
+            n_handles: The greatest number of handles. More are closed by the system.
+
+        Returns:
+            The text, or None if the connection has ended; and the new handles, which are not
+            inherited by other programs.
+
+        Raises:
+            OSError: The connection is closed.
+        """
+        header, handles, _, _ = socket.recv_fds(
+            self._connection, _LENGTH.size, n_handles, socket.MSG_CMSG_CLOEXEC
+        )
+        return self._receive_content(header), handles
 
     def receive(self, timeout_s: float | None = None) -> str | None:
         """Wait for the next text.
@@ -286,8 +333,15 @@ class Messages:
                 readable, _, _ = select.select([self._connection], [], [], timeout_s)
                 if not readable:
                     return None
-        header = self._receive_exactly(_LENGTH.size)
-        if header is None:
+        return self._receive_content(self._receive_exactly(_LENGTH.size))
+
+    def _receive_content(self, header: bytes | None) -> str | None:
+        """Return the text that follows its length; None if the connection has ended.
+
+        Args:
+            header: The length, as it was received. None if it was not.
+        """
+        if header is None or len(header) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack(header)
         if length > MAX_MESSAGE_BYTES:  # it is not one of ours
@@ -314,6 +368,14 @@ class Messages:
         """End the connection. A thread that waits in `receive` gets None."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def fileno(self) -> int:
+        """Return the handle of the connection, to wait for it."""
+        return self._connection.fileno()
+
+    def detach(self) -> int:
+        """Give the handle of the connection to the caller. Nothing can be sent here afterwards."""
+        return self._connection.detach()
 
     def release(self) -> None:
         """Free the handle of the connection. Only its reader may do so, when it reads no more."""

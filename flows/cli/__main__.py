@@ -2,6 +2,6 @@
 
 import sys
 
-from virnuc.flows.cli.app import main
+from virnuc.flows.cli import main
 
 sys.exit(main())

@@ -19,18 +19,21 @@ UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}  # seconds of each unit of t
 def serve(
     *,
     idle: Annotated[
-        str, Parameter(help="end workers that no run has used for this long: 90s, 15m, 2h")
+        str, Parameter(help="end what no run has used for this long: 90s, 15m, 2h")
     ] = "15m",
 ) -> int:
     """Keep workers with loaded models for your runs of `virnuc predict`, until Ctrl-C.
 
-    Other commands (`validate`, `scale`, `tune`, `profile`, `train`) start workers of their own.
+    The program is kept loaded, too, for runs with --no-prefect. Other commands (`validate`,
+    `scale`, `tune`, `profile`, `train`) start workers of their own.
     """
     idle_s = parse_duration(idle)
     listener = _listen()
     from virnuc_core.engine.worker_server import WorkerServer
 
-    server = WorkerServer(listener, idle_s=idle_s, report=_report)
+    server = WorkerServer(
+        listener, idle_s=idle_s, report=_report, command_module="virnuc.flows.cli.preload"
+    )
     _report(f"runs of yours can use this server now: {listener.path}")
     try:
         server.serve(threading.Event())

@@ -1,4 +1,6 @@
-"""`virnuc serve` and runs that borrow its workers: real processes, really killed."""
+"""`virnuc serve`, runs that borrow its workers, and commands that its children run: real processes,
+really killed.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.process_lookup import family_of, running_with
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import read_record
 
 from .processes import PATIENCE_S, VIRNUC, background, committed, gone, wait_for
 
@@ -45,7 +49,21 @@ def serving(home: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run `virnuc serve` until the block ends."""
     with background((*VIRNUC, "serve", *words), environment(home), home / "serve.log") as server:
         wait_for(lambda: "can use this server" in log_of(home), "the server")
+        wait_for(lambda: is_handed_over(home), "the program to be loaded")
         yield server
+
+
+def is_handed_over(home: Path) -> bool:
+    """Return true if the server lets a child run a short command."""
+    n_before = n_handed_over(home)
+    command = (*VIRNUC, "predict", "--help")
+    subprocess.run(command, env=environment(home), capture_output=True, check=True)
+    return n_handed_over(home) > n_before
+
+
+def n_handed_over(home: Path) -> int:
+    """Return how many commands the children of the server have run."""
+    return log_of(home).count("runs the command of process")
 
 
 def log_of(home: Path) -> str:
@@ -118,6 +136,156 @@ def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_ane
         assert server.wait(PATIENCE_S) == 0
         wait_for(lambda: gone(workers), "the workers to end")
     assert "Traceback" not in log_of(tmp_path)
+
+
+def masked(text: str) -> str:
+    """Return what a command says without its times and speeds.
+
+    How often it says how far it is depends on how long it takes, so only the last time is kept.
+    """
+    text = re.sub(r"(?m)(^.*  Embedding: .*\n)+(?=.*  Embedding: )", "", text)
+    text = re.sub(r"\d\d:\d\d(:\d\d)?|[\d,.]+ (tok/s|s\b)", "…", text)
+    return re.sub(r"(elapsed|ETA|ready after) \S+", r"\1 …", text)
+
+
+def in_folder(
+    home: Path, folder: Path, *words: str, models: Path, **options: object
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a prediction in a folder. Its models are named by the environment only."""
+    folder.mkdir()
+    command = (*VIRNUC, "predict", *words, "--devices", "cpu:1")
+    return subprocess.run(
+        command,
+        env=environment(home, VIRNUC_MODELS=str(models)),
+        cwd=folder,
+        capture_output=True,
+        check=False,
+        timeout=PATIENCE_S,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_a_child_of_the_server_does_and_says_what_a_process_of_its_own_does(
+    tmp_path: Path, some_reads: Path, models: Path
+) -> None:
+    text = some_reads.read_bytes()
+    with serving(tmp_path):
+        n_before = n_handed_over(tmp_path)
+        runs = {}
+        for name, serve in (("own", "auto"), ("alone", "off")):
+            folder = tmp_path / name
+            words = ("-", "-o", "run", "--serve", serve)
+            runs[name] = in_folder(tmp_path, folder, *words, models=models, input=text)
+            assert runs[name].returncode == 0, runs[name].stderr
+            wrong = in_folder(tmp_path, folder / "wrong", "none.fa", "-o", "run", models=models)
+            runs[f"{name} wrong"] = wrong
+        # The second prediction was not handed over.
+        assert n_handed_over(tmp_path) - n_before == 3
+    own, alone = runs["own"], runs["alone"]
+    assert results(tmp_path / "own" / "run") == results(tmp_path / "alone" / "run")
+    for stream in ("stdout", "stderr"):
+        own_text, text_alone = (masked(getattr(run, stream).decode()) for run in (own, alone))
+        assert own_text == text_alone
+    assert runs["own wrong"].returncode == runs["alone wrong"].returncode == 2
+    assert runs["own wrong"].stderr == runs["alone wrong"].stderr
+    records = [read_record(RunDir(tmp_path / name / "run")) for name in ("own", "alone")]
+    for record, name in zip(records, ("own", "alone"), strict=True):
+        assert record.attempts[-1].directory == str(tmp_path / name)
+    own_words, words_alone = (record.attempts[-1].command for record in records)
+    assert own_words == tuple("auto" if word == "off" else word for word in words_alone)
+    summary = read_summary(RunDir(tmp_path / "own" / "run"))
+    assert summary is not None
+    assert f"Time: {summary.waited_s:.1f} s" in own.stdout.decode()
+
+
+def child_of_server(server: subprocess.Popen[bytes]) -> psutil.Process:
+    """Return the child that runs a command now."""
+    (preloaded,) = running_with("engine.preloaded", psutil.Process(server.pid).children())
+    (child,) = preloaded.children()
+    return child
+
+
+def test_a_killed_command_ends_its_child_and_can_be_resumed(
+    tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
+) -> None:
+    out = tmp_path / "run"
+    with serving(tmp_path) as server:
+        command = words_of(some_reads, models, out)
+        with background(command, environment(tmp_path), tmp_path / "log") as run:
+            wait_for(lambda: committed(out) >= 2, "two shards")
+            child = child_of_server(server)
+            run.kill()
+            run.wait(PATIENCE_S)
+            wait_for(lambda: gone([child]), "the end of the child")
+        predict(tmp_path, some_reads, models, out)
+        assert results(out) == alone
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_reaches_the_child_and_the_run_can_be_resumed(
+    tmp_path: Path,
+    some_reads: Path,
+    models: Path,
+    alone: dict[str, bytes],
+    number: signal.Signals,
+) -> None:
+    out = tmp_path / "run"
+    with serving(tmp_path) as server:
+        command = words_of(some_reads, models, out)
+        with background(command, environment(tmp_path), tmp_path / "log") as run:
+            wait_for(lambda: committed(out) >= 2, "two shards")
+            child = child_of_server(server)
+            run.send_signal(number)
+            assert run.wait(PATIENCE_S) == 130
+            assert gone([child])
+        assert "interrupted; what was committed stays" in (tmp_path / "log").read_text()
+        predict(tmp_path, some_reads, models, out)
+        assert results(out) == alone
+
+
+def test_a_killed_child_ends_its_command_as_if_that_was_killed(
+    tmp_path: Path, some_reads: Path, models: Path
+) -> None:
+    out = tmp_path / "run"
+    with serving(tmp_path) as server:
+        command = words_of(some_reads, models, out)
+        with background(command, environment(tmp_path), tmp_path / "log") as run:
+            wait_for(lambda: committed(out) >= 2, "two shards")
+            child_of_server(server).kill()
+            assert run.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_two_commands_at_once_are_both_done(
+    tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
+) -> None:
+    outs = [tmp_path / "first", tmp_path / "second"]
+    with serving(tmp_path), ExitStack() as stack:
+        n_before = n_handed_over(tmp_path)
+        runs = []
+        for out in outs:
+            command = words_of(some_reads, models, out)
+            log = tmp_path / f"{out.name}.log"
+            runs.append(stack.enter_context(background(command, environment(tmp_path), log)))
+        assert [run.wait(PATIENCE_S) for run in runs] == [0, 0]
+        assert n_handed_over(tmp_path) - n_before == 2
+    assert [results(out) for out in outs] == [alone, alone]
+
+
+def test_a_changed_environment_lets_the_command_run_by_itself(
+    tmp_path: Path, some_reads: Path, models: Path
+) -> None:
+    with serving(tmp_path):
+        n_before = n_handed_over(tmp_path)
+        finished = subprocess.run(
+            words_of(some_reads, models, tmp_path / "run"),
+            env=environment(tmp_path, OMP_NUM_THREADS="7"),
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert n_handed_over(tmp_path) == n_before
+    assert "the run starts its own: it has another OMP_NUM_THREADS" in finished.stderr
 
 
 def test_a_run_outlives_its_server(

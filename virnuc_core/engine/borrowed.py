@@ -32,6 +32,7 @@ from virnuc_core.engine.process import (
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, WeightsError, join_first
 from virnuc_core.private_socket import Messages, Peer, connect, socket_folders
+from virnuc_core.process_facts import WORKER_VARIABLES
 from virnuc_core.runfiles import find_mismatches, version_of
 
 log = logging.getLogger(__name__)
@@ -41,17 +42,6 @@ ServeMode = Literal["auto", "off", "require"]
 ANSWER_S: Final = 10.0
 # Seconds beyond its grace in which an ended worker must be reported.
 END_S: Final = 5.0
-# Beginnings of variables that change what or how a worker computes. The server's must be the same.
-VARIABLES: Final = (
-    *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_"),
-    *("PYTHONHOME", "PYTHONPATH", "TORCH", "TRITON_", "TMPDIR", "GLIBC_TUNABLES"),
-    # By these, the libraries on a CPU choose their instructions and threads.
-    *("ATEN_", "DNNL_", "ONEDNN_", "KMP_", "GOMP_"),
-    # How files are locked, and which files may be opened
-    *("HDF5_", "VIRNUC_ROOTS"),
-    # A batch job has limits of its own. A worker outside the job would not keep to them.
-    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
-)
 # Packages with which a worker computes. They may be updated while the server runs.
 PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "triton")
 # Files of the program that decide what a worker computes
@@ -91,9 +81,9 @@ def identity() -> dict[str, str]:
     """Return what must be equal for a worker of another process to give the same files.
 
     These are the program, Python and its packages, the view of the file system, the rights of new
-    files, the cores, and the environment variables of `VARIABLES`.
+    files, the cores, and the environment variables of `WORKER_VARIABLES`.
     """
-    package = Path(virnuc_core.__file__).parent
+    package = Path(virnuc_core.__file__).resolve().parent
     facts = {
         "version": virnuc_core.__version__,
         # A program that was changed keeps its version, but not the state of its files.
@@ -109,7 +99,7 @@ def identity() -> dict[str, str]:
     for name in PACKAGES:
         facts[name] = version_of(name)
     for name, value in os.environ.items():
-        if name.startswith(VARIABLES):
+        if name.startswith(WORKER_VARIABLES):
             facts[name] = value
     return facts
 

@@ -4,12 +4,16 @@ This is the work of `virnuc serve`. A run connects, says which worker it needs, 
 messages are passed on in both directions until it returns the worker. The worker then keeps its
 models for the next run.
 
+The server also keeps a process that has loaded the program. A child of it runs the command of a
+user, so that the user's own process need not load anything (`virnuc_core.engine.preloaded`).
+
 A worker that a run has left in the middle of its work is ended, so that it writes no more into the
 folder of that run. A worker whose models were replaced on the disk is ended, too. A GPU is given
 back when another process asks for it.
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -29,6 +33,7 @@ from virnuc_core.engine.borrowed import (
     identity,
     refusal_of_identity,
 )
+from virnuc_core.engine.preloaded import PreloadedProcess
 from virnuc_core.engine.process import (
     WORKER,
     Child,
@@ -46,10 +51,21 @@ from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import VirnucError
 from virnuc_core.private_socket import Messages, Peer, PrivateListener
 from virnuc_core.rundir import DeviceRequests
+from virnuc_core.system_errors import describe_system_error
 
 log = logging.getLogger(__name__)
 
+PROGRAM_CHANGED: Final = "the program was changed since it was started"
 TICK_S: Final = 0.2  # how often the server looks for idle workers and for requests
+
+
+class RunCommand(Message):
+    """A command asks to be run by a child of the preloaded process.
+
+    It is the first message on its connection; see `virnuc_core.command_handover`.
+    """
+
+    facts: dict[str, str]  # of `process_facts`
 
 
 class HeldChild(Child):
@@ -160,6 +176,7 @@ class WorkerServer:
         idle_s: float,
         report: Callable[[str], None] = log.info,
         module: str = WORKER,
+        command_module: str | None = None,
     ) -> None:
         """Prepare the server. It holds no worker before a run has asked for one.
 
@@ -168,6 +185,8 @@ class WorkerServer:
             idle_s: Seconds after which a worker that nobody has borrowed is ended.
             report: Is called with a line about each event.
             module: The module whose function `work` the workers run.
+            command_module: The module of the preloaded process; see `PreloadedProcess`. None keeps
+                no such process.
         """
         self._listener = listener
         self._idle_s = idle_s
@@ -179,6 +198,13 @@ class WorkerServer:
         self._held_lock = threading.Lock()  # for this table
         self._lending_lock = threading.Lock()  # one run after the other is given its worker
         self._identity = identity()
+        self._preloaded: PreloadedProcess | None = None
+        if command_module is not None:
+            self._preloaded = PreloadedProcess(command_module, self._start_in_thread)
+
+    def _start_in_thread(self, start: Callable[[], None]) -> None:
+        """Call a function in the thread that lives as long as the server."""
+        self._starter.submit(start).result()
 
     def serve(self, stopped: threading.Event) -> None:
         """Lend workers until the event is set. Then end all workers.
@@ -187,6 +213,7 @@ class WorkerServer:
             stopped: Ends the server.
         """
         try:
+            self._start_preloaded()
             while not stopped.is_set():
                 accepted = self._listener.accept_own(TICK_S)
                 if accepted is not None:
@@ -195,6 +222,14 @@ class WorkerServer:
         finally:
             self._listener.close()
             self._end_all()
+
+    def _start_preloaded(self) -> None:
+        """Start the preloaded process. Without it, commands run by themselves."""
+        if self._preloaded is not None:
+            try:
+                self._preloaded.start()
+            except OSError as error:
+                self._report(f"the program is not kept loaded: {describe_system_error(error)}")
 
     def _held_workers(self) -> list[HeldWorker]:
         """Return all workers that are held now."""
@@ -207,6 +242,8 @@ class WorkerServer:
         If a run is just given a worker, this is left for the next time. Otherwise that run could
         find a worker reserved that no other run has.
         """
+        if self._preloaded is not None and self._preloaded.end_if_unused(self._idle_s):
+            self._report("the program is no longer kept loaded: no command has used it for long")
         if not self._lending_lock.acquire(blocking=False):
             return
         try:
@@ -243,7 +280,11 @@ class WorkerServer:
             line = run.receive()
             if line is None:
                 return
-            answer, has_loaded = self._answer(_read_request(line))
+            request = _read_request(line)
+            if isinstance(request, RunCommand):
+                self._hand_over(run, request, peer)
+                return
+            answer, has_loaded = self._answer(request)
             if isinstance(answer, Refused):
                 run.send(answer.line())
                 return
@@ -259,6 +300,26 @@ class WorkerServer:
             if held is not None:
                 self._take_back(held, peer)
             run.release()
+
+    def _hand_over(self, run: Messages, request: RunCommand, peer: Peer) -> None:
+        """Give the connection of a command to the preloaded process, or refuse it.
+
+        Args:
+            run: The connection.
+            request: What the command has sent.
+            peer: Its process.
+        """
+        reason = "no program is kept loaded"
+        if self._identity["program"] != identity()["program"]:
+            reason = PROGRAM_CHANGED
+        elif self._preloaded is not None:
+            reason = self._preloaded.hand_over(request.facts, run.fileno())
+        if reason:
+            run.send(Refused(reason=reason).line())
+            return
+        # The child has the connection now. `release` would end it there, too.
+        os.close(run.detach())
+        self._report(f"a child of the loaded program runs the command of process {peer.pid}")
 
     def _answer(self, request: Borrow | None) -> tuple[HeldWorker | Refused, bool]:
         """Return the worker that a run gets, reserved for it, or why it gets none.
@@ -281,7 +342,7 @@ class WorkerServer:
         """Return why this server may lend the run no worker at all; None if it may."""
         reason = refusal_of_identity(self._identity, request.identity)
         if not reason and self._identity["program"] != identity()["program"]:
-            reason = "the program was changed since it was started"
+            reason = PROGRAM_CHANGED
         return Refused(reason=reason) if reason else None
 
     def _find(self, request: Borrow) -> HeldWorker | Refused | None:
@@ -393,6 +454,8 @@ class WorkerServer:
 
     def _end_all(self) -> None:
         """End all workers, lent or not, at the same time."""
+        if self._preloaded is not None:
+            self._preloaded.end()
         held_workers = self._held_workers()
         with ThreadPoolExecutor(1 + len(held_workers)) as threads:
             for held in held_workers:
@@ -401,10 +464,10 @@ class WorkerServer:
         self._starter.shutdown()
 
 
-def _read_request(line: str) -> Borrow | None:
-    """Return what a run has asked for; None if it is no request that this version knows."""
+def _read_request(line: str) -> Borrow | RunCommand | None:
+    """Return what a run or a command has asked for; None if this version does not know it."""
     try:
         request = Message.of(line)
     except (ValueError, IndexError):
         return None
-    return request if isinstance(request, Borrow) else None
+    return request if isinstance(request, Borrow | RunCommand) else None

@@ -1,0 +1,65 @@
+"""What a preloaded process of `virnuc serve` loads, and what its children run."""
+
+import importlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import virnuc.flows
+import virnuc.tasks
+import virnuc_core
+
+# Modules that a run of `virnuc predict --no-prefect` imports. They bring others along.
+MODULES: Final = (
+    "virnuc.flows.cli.app",
+    "virnuc.flows.cli.predict_command",
+    "virnuc.flows.console",
+    "virnuc.flows.flow_body",
+    "virnuc.flows.predict",
+    "virnuc.flows.preflight",
+    "virnuc_core.engine.borrowed",
+    "virnuc_core.engine.stage_times",
+    "virnuc_core.pipeline",
+    "virnuc_core.reads.contact",
+    "virnuc_core.reads.pairs",
+    "virnuc_core.reads.samples",
+    "virnuc_core.reads.subsets",
+    "virnuc_core.report.summary_page",
+    "virnuc_core.telemetry.log",
+    "virnuc_core.telemetry.starvation",
+    "virnuc_core.telemetry.statistics",
+    # Few of their own modules import these, when they are first used.
+    "email.parser",
+    "pynvml",
+    "safetensors.numpy",
+)
+EXAMPLE: Final = ("predict", "reads.fastq", "-o", "out", "--models", "models", "--no-prefect")
+# Folders with the program. If a file in them is changed, the process must not be used any more.
+PROGRAM_FOLDERS: Final = tuple(
+    Path(path).resolve()
+    for package in (virnuc_core, virnuc.flows, virnuc.tasks)
+    for path in package.__path__
+)
+
+
+def load() -> None:
+    """Import what a prediction needs, and prepare what is equal for all of them."""
+    for name in MODULES:
+        importlib.import_module(name)
+    from cyclopts import CycloptsError
+
+    from virnuc.flows.cli.app import app
+    from virnuc_core.report.summary_page import load_templates
+
+    load_templates()
+    # The first command line takes longest: types of options are looked at, and patterns compiled.
+    # A wrong value in the environment is for the user's command to report.
+    with suppress(CycloptsError):
+        app.parse_args(EXAMPLE, exit_on_error=False, print_error=False)
+
+
+def run() -> int:
+    """Run the command line of this process, and return its exit code."""
+    from virnuc.flows.cli.app import main
+
+    return main()

@@ -1,0 +1,23 @@
+"""A command that a server may run: it runs `toy_command` itself if the server does not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from virnuc_core.command_handover import TerminalProcess
+from virnuc_core.private_socket import connect
+
+if __name__ == "__main__":
+    folder = sys.argv.pop(1)
+    time.sleep(float(os.environ.get("TOY_DELAY_S", "0")))  # as if Python were slow to start
+    found = connect(Path(folder))
+    code = None if found is None else TerminalProcess(*found).run()
+    if code is None:
+        print("itself", file=sys.stderr)
+        from tests.unit.engine import toy_command
+
+        code = toy_command.run()
+    sys.exit(code)
