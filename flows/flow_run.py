@@ -1,7 +1,9 @@
 """A flow run in this process, started from a terminal, that a Prefect server shows."""
 
+import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any, Final, cast
 
 import httpx
 from prefect.client.schemas.objects import State
@@ -16,6 +18,26 @@ from virnuc.flows.server_refusal import server_refusal
 from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.server_connection import route_through_connection
 from virnuc_core.runfiles import redact_credentials
+
+# What Prefect and we import when a flow or task runs for the first time
+RUN_MODULES: Final = (
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "prefect.artifacts",
+    "virnuc.tasks.prefect_task",
+    "virnuc.tasks.server_logs",
+)
+
+
+def load_run_modules() -> None:
+    """Load what a flow run needs at its first steps, while its server starts.
+
+    A damaged package may raise errors of any type here. The run raises them again where it needs
+    the package.
+    """
+    for name in RUN_MODULES:
+        with suppress(Exception):
+            importlib.import_module(name)
 
 
 def run_flow(

@@ -90,11 +90,12 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
                 outcome = run_alone()
             else:
                 _report_progress(settings, "Prefect is loaded")
-                from virnuc.flows.flow_run import run_flow
+                from virnuc.flows.flow_run import load_run_modules, run_flow
                 from virnuc.flows.shared_steps import load_page_modules
 
+                load_run_modules()  # while the server starts
                 if isinstance(settings, PredictSettings):
-                    load_page_modules()  # while the server starts
+                    load_page_modules()
                 fallback = None if server.is_needed else run_alone
                 outcome = run_flow(flow, values, lambda: _wait_for(server, settings), fallback)
     _raise_failure(outcome)
