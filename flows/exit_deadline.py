@@ -19,6 +19,7 @@ ENDING_S: Final = 6.0
 POLL_S: Final = 0.05
 TERMINATION_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED: Final = 130  # exit code
+WATCHER: Final = "virnuc exit deadline"  # name of the thread that receives the signals
 IMPORT_SYSTEM: Final = "<frozen importlib._bootstrap>"  # file name of its frames
 _has_deadline: ContextVar[bool] = ContextVar("an exit deadline is set", default=False)
 
@@ -44,7 +45,7 @@ def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
     deadline = _Deadline(is_final=final)
     # Without a further thread there is no deadline. The command itself says what is missing.
     with suppress(RuntimeError):
-        threading.Thread(target=deadline.watch, daemon=True).start()
+        threading.Thread(target=deadline.watch, name=WATCHER, daemon=True).start()
     token = _has_deadline.set(True)
     # From now on, Python writes the number of each signal to this file, which the thread reads.
     previous_fd = signal.set_wakeup_fd(deadline.wakeup_fd, warn_on_full_buffer=False)

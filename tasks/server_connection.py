@@ -9,7 +9,6 @@ if it had. What could not be reported is said in the log.
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 from uuid import uuid4
 
 import httpx
@@ -76,6 +75,16 @@ class ProposedState:
         return httpx.Response(200, json=body, request=request)
 
 
+class ServerProcess(Protocol):
+    """The process of a server that this process has started."""
+
+    def poll(self) -> int | None:
+        """Return the exit status of the process, or None if it has not ended."""
+
+    def kill(self) -> None:
+        """End the process by force."""
+
+
 class Connection:
     """What this process knows of its server.
 
@@ -92,7 +101,7 @@ class Connection:
         self.answered = False
         self.lost = False
         self.unreported: list[str] = []
-        self.embedded: subprocess.Popen[Any] | None = None
+        self.embedded: ServerProcess | None = None
         self.patient_until_s = 0.0
         self._silent_until_s = 0.0
 

@@ -49,9 +49,21 @@ def family_of(pid: int) -> list[psutil.Process]:
         return []
 
 
+def words_of(process: psutil.Process) -> str:
+    """Return the name and the command line of a process. The name may be one that it gave itself.
+
+    The text is empty if the process has ended.
+    """
+    line = " ".join(command_line(process))
+    try:
+        return f"{process.name()} {line}"
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def running_with(text: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that have a text in their command line."""
-    return [process for process in processes if text in " ".join(command_line(process))]
+    """Return the processes that have a text in their name or their command line."""
+    return [process for process in processes if text in words_of(process)]
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:

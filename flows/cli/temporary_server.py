@@ -1,11 +1,16 @@
 """Starts, authenticates, awaits and ends the temporary Prefect server of a command.
 
 A command starts one where the user named no server. `server_guard` is what runs in its process.
-Prefect can start such a server itself, but later, within this process, and it would answer every
-user of the machine.
+Prefect can start such a server itself, but later, in a new process that imports Prefect again, and
+it would answer every user of the machine.
+
+Half of a small run's processor time is the start of this server. So its process begins as a copy of
+the command's, which has imported Prefect already. Where a copy is not safe, a new process runs the
+same application.
 """
 
 import atexit
+import importlib
 import logging
 import os
 import re
@@ -17,11 +22,13 @@ import tempfile
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
 import psutil
 
+from virnuc.flows.cli.forked_process import ForkedProcess, can_fork
 from virnuc.flows.output_folder import require_writable
 from virnuc.flows.parameters import WITHOUT
 from virnuc_core.errors import ConfigError, StorageError, VirnucError
@@ -35,15 +42,25 @@ LOOPBACK: Final = "127.0.0.1"
 PENDING_CONNECTIONS: Final = 128
 USER: Final = "virnuc"
 DATABASE_URL: Final = "PREFECT_SERVER_DATABASE_CONNECTION_URL"  # if set, the home has no database
+MIGRATE: Final = "PREFECT_SERVER_DATABASE_MIGRATE_ON_START"  # to look for migrations takes 0.2 s
 POLL_S: Final = 5.0  # how long one attempt to reach the server takes
 # what shows that a server works; a process that only waits uses a little of each as well
 MIN_PROGRESS_S: Final = 0.05  # processor time
 MIN_PROGRESS_BYTES: Final = 4096  # read or written; one page of a database
-GUARDED_APP: Final = "virnuc.flows.cli.server_guard:create_app"
 SERVER_PROGRAM: Final = (
-    f"import uvicorn; "
-    f"uvicorn.run('{GUARDED_APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
+    "from virnuc.flows.cli.server_guard import serve_new; serve_new(int(sys.argv[1]))"
 )
+# Packages that the server and the command both import. A copy of the command has them.
+SHARED_PACKAGES: Final = ("prefect.main", "fastapi")
+# What a server gets in its environment
+SERVER_DEFAULTS: Final = {
+    # as Prefect sets them for a server of its own that lives as long as one process
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    # A package of Prefect's queues would check the types of its arguments. To write these checks
+    # takes a tenth of a second at each import.
+    "PY_KEY_VALUE_DISABLE_BEARTYPE": "true",
+}
 log = logging.getLogger(__name__)
 # what a user can do if no server can be had; for the error messages
 USE_NO_SERVER: Final = f"use {WITHOUT}"
@@ -63,7 +80,7 @@ class TemporaryServer:
             answers. None if the database is no file in Prefect's home.
     """
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     url: str
     password: str
     log: IO[bytes]
@@ -188,7 +205,7 @@ class FirstUse:
 
     The first server in a home creates or migrates its SQLite database. Servers that do so at the
     same time damage each other's work. A marker file tells that the database is ready, so later
-    commands need no lock.
+    commands need no lock, and their servers need not compare the database with all migrations.
     """
 
     def __init__(self, home: Path) -> None:
@@ -211,6 +228,17 @@ class FirstUse:
             with suppress(OSError):
                 self._marker.unlink(missing_ok=True)
 
+    @property
+    def is_set_up(self) -> bool:
+        """Return whether the database that Prefect's settings name has been set up before.
+
+        Settings other than the environment may name another database than that of the home.
+        """
+        from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
+
+        own_url = f"sqlite+aiosqlite:///{self._database}"
+        return not self._lock.is_held and PREFECT_SERVER_DATABASE_CONNECTION_URL.value() == own_url
+
     def _is_ready(self) -> bool:
         """Return whether this version of Prefect has set up the database that is there now.
 
@@ -219,25 +247,30 @@ class FirstUse:
         """
         try:
             return self._marker.read_text() == self._database_identity()
-        except OSError:
+        except (OSError, sqlite3.Error):
             return False
 
     def _database_identity(self) -> str:
-        """Return the numbers of the database's disk and file (device and inode), as a text.
+        """Return the numbers of the database's disk and file (device and inode) and its revision.
 
         A file that replaces the database has another inode number, so that the two can be told
-        apart.
+        apart. The revision is that of the last migration. It changes if the user takes migrations
+        back, or if another version of Prefect uses the database.
 
         Raises:
             OSError: There is no database, or it cannot be read.
+            sqlite3.Error: It is no database of Prefect's.
         """
         status = self._database.stat()
-        return f"{status.st_dev} {status.st_ino}"
+        with closing(sqlite3.connect(self._database, timeout=1.0)) as database:
+            revisions = database.execute("SELECT version_num FROM alembic_version").fetchall()
+        names = " ".join(name for (name,) in revisions)
+        return f"{status.st_dev} {status.st_ino} {names}"
 
     def finish(self) -> None:
         """Record that the database is ready."""
         if self._lock.is_held:
-            with suppress(OSError, VirnucError):
+            with suppress(OSError, sqlite3.Error, VirnucError):
                 write_text_atomically(self._marker, self._database_identity())
 
     def release(self) -> None:
@@ -248,9 +281,9 @@ class FirstUse:
 def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> TemporaryServer:
     """Start a Prefect server, which from then on is the one that this process's clients ask.
 
-    It answers nobody without a random secret, which is handed to it through a pipe and which no
-    other process gets. A Ctrl-C at the terminal does not reach it, and it ends with this process.
-    Prefect must be configured before (`prepare_prefect`), and no server may be named.
+    It answers nobody without a random secret, which no other process gets. A Ctrl-C at the terminal
+    does not reach it, and it ends with this process. Prefect must be configured before
+    (`prepare_prefect`), and no server may be named.
 
     Args:
         debug: Let the server write its errors to the standard error of this process.
@@ -260,8 +293,6 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
         ConfigError: Prefect's home cannot hold the server's database.
     """
     require_usable_home(alternative)
-    from prefect.context import refresh_global_settings_context
-
     first_use = _begin_first_use(alternative)
     try:
         server = _start_process(first_use, debug=debug, alternative=alternative)
@@ -270,8 +301,7 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
             first_use.release()  # others need not wait for a server that does not start
         raise
     atexit.register(server.stop)
-    refresh_global_settings_context()
-    _authenticate(f"{USER}:{server.password}")
+    _use_server(server)
     return server
 
 
@@ -300,7 +330,7 @@ def _begin_first_use(alternative: str) -> FirstUse | None:
 
 
 def _start_process(first_use: FirstUse | None, *, debug: bool, alternative: str) -> TemporaryServer:
-    """Start the process of a server, and hand its secret to it.
+    """Start the process of a server, which alone gets its secret.
 
     `PREFECT_API_URL` is set in this process, so that Prefect's clients here ask this server.
 
@@ -312,17 +342,11 @@ def _start_process(first_use: FirstUse | None, *, debug: bool, alternative: str)
     Raises:
         OSError: The system refuses the process, the port or the file for its log.
     """
-    from prefect.settings import get_current_settings
-
     password = secrets.token_urlsafe(32)
-    # as Prefect sets them for a server of its own that lives as long as one process
-    environment = os.environ | {
-        "PREFECT_UI_ENABLED": "0",
-        "PREFECT__SERVER_EPHEMERAL": "1",
-        "PREFECT__SERVER_FINAL": "1",
-    }
-    environment |= get_current_settings().to_environment_variables(exclude_unset=True)
+    secret = f"{USER}:{password}"
     server_log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
+    error_file = None if debug else server_log.fileno()
+    is_set_up = first_use is not None and first_use.is_set_up
     # The port is bound before the server starts. So clients that connect early wait, and no other
     # process can get the port.
     with socket.socket() as listener:
@@ -330,21 +354,73 @@ def _start_process(first_use: FirstUse | None, *, debug: bool, alternative: str)
         listener.bind((LOOPBACK, 0))
         listener.listen(PENDING_CONNECTIONS)
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/api"
-        environment["PREFECT_API_URL"] = url
-        process = subprocess.Popen(
-            parent_bound_command(SERVER_PROGRAM, str(listener.fileno())),
-            env=environment,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stderr=None if debug else server_log,
-        )
+        process: subprocess.Popen[bytes] | ForkedProcess
+        environment = _server_environment(url, is_set_up=is_set_up)
+        if can_fork():
+            process = _fork_server(listener.fileno(), error_file, secret, environment)
+        else:
+            process = _spawn_server(listener.fileno(), error_file, secret, environment)
     os.environ["PREFECT_API_URL"] = url
+    return TemporaryServer(process, url, password, server_log, alternative, first_use)
+
+
+def _server_environment(url: str, *, is_set_up: bool) -> dict[str, str]:
+    """Return the environment of a server, with Prefect's settings that are in force here.
+
+    Args:
+        url: The address of the server.
+        is_set_up: The database has all migrations of this version of Prefect.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().to_environment_variables(exclude_unset=True)
+    environment = {**os.environ, **SERVER_DEFAULTS, **settings, "PREFECT_API_URL": url}
+    if is_set_up:
+        environment[MIGRATE] = "false"
+    return environment
+
+
+def _fork_server(
+    listening_socket: int, error_file: int | None, secret: str, environment: dict[str, str]
+) -> ForkedProcess:
+    """Start a server in a copy of this process. The secret never leaves the memory of the two.
+
+    Args:
+        listening_socket: The number of the socket at which the server is asked.
+        error_file: The number of the file for its standard error. None keeps that of this process.
+        secret: The authentication string, as `user:password`.
+        environment: The environment of the server.
+    """
+    from virnuc.flows.cli.server_guard import serve_copied
+
+    for package in SHARED_PACKAGES:
+        # A damaged package raises errors of any type. The server will say so.
+        with suppress(Exception):
+            importlib.import_module(package)
+    serve = partial(serve_copied, listening_socket, secret, environment)
+    return ForkedProcess(serve, kept_file=listening_socket, error_file=error_file)
+
+
+def _spawn_server(
+    listening_socket: int, error_file: int | None, secret: str, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a server in a new process, and hand its secret to it through a pipe.
+
+    The arguments are those of `_fork_server`.
+    """
+    process = subprocess.Popen(
+        parent_bound_command(SERVER_PROGRAM, str(listening_socket)),
+        env=environment,
+        pass_fds=[listening_socket],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stderr=error_file,
+    )
     assert process.stdin is not None
     # If the server has already ended, the pipe is broken. `wait` reports that.
     with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(f"{USER}:{password}\n".encode())
-    return TemporaryServer(process, url, password, server_log, alternative, first_use)
+        process.stdin.write(f"{secret}\n".encode())
+    return process
 
 
 def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
@@ -374,16 +450,20 @@ def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
         raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
 
 
-def _authenticate(auth_string: str) -> None:
-    """Let the Prefect clients of this process use `auth_string`, and no other server's credentials.
+def _use_server(server: TemporaryServer) -> None:
+    """Let the Prefect clients of this process ask a server, and use no other server's credentials.
 
-    The settings are changed in memory. An environment variable would be inherited by workers.
+    The secret is changed in memory. An environment variable would be inherited by workers.
     """
     from prefect import context
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
 
     current = context.GLOBAL_SETTINGS_CONTEXT
-    updates: dict[Any, Any] = {PREFECT_API_AUTH_STRING: auth_string, PREFECT_API_KEY: None}
+    updates: dict[Any, Any] = {
+        PREFECT_API_URL: server.url,
+        PREFECT_API_AUTH_STRING: f"{USER}:{server.password}",
+        PREFECT_API_KEY: None,
+    }
     settings = current.settings.copy_with_update(updates=updates)
     # Custom headers could contain credentials for another server, so they are removed.
     client = settings.client.model_copy(update={"custom_headers": {}})

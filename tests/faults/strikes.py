@@ -15,6 +15,8 @@ from typing import Final
 
 import psutil
 
+from virnuc.flows.cli.server_guard import PROCESS_NAME
+
 from .scene import MARK, Scene
 
 LIMIT_S: Final = 240.0  # what has not ended by then hangs
@@ -128,7 +130,7 @@ def kind_of(process: psutil.Process, main: int) -> str:
         return "staging"
     if "virnuc_core.baseline" in line:
         return "baseline"
-    if "prefect.server" in line or "uvicorn" in line:
+    if "prefect.server" in line or "uvicorn" in line or process.name() == PROCESS_NAME:
         return "server"
     return "other"
 

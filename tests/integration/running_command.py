@@ -11,15 +11,16 @@ from pathlib import Path
 
 import psutil
 
-from tests.process_lookup import command_line, family_of, kill_all, running_with
+from tests.process_lookup import family_of, kill_all, running_with, words_of
+from virnuc.flows.cli.server_guard import PROCESS_NAME
 
 from .flow_runs import RESULTS
 from .processes import PATIENCE_S, VIRNUC, background, committed, gone, wait_for
 
 # Small shards and batches, so that a run commits its first shards soon and has many to do.
 SIZES = {"shard_tokens": 8192, "token_budget": 2048}
-# words in the command lines of the processes that a run starts
-SERVER = "uvicorn"
+# words in the names or command lines of the processes that a run starts
+SERVER = PROCESS_NAME
 WORKER = "virnuc_core.engine.worker"
 
 
@@ -40,8 +41,8 @@ class RunningCommand:
     log: Path
 
     def commands(self) -> str:
-        """Return the command lines of the family, one per line."""
-        return "\n".join(" ".join(command_line(process)) for process in self.family)
+        """Return the names and command lines of the family, one process per line."""
+        return "\n".join(map(words_of, self.family))
 
     def worker(self) -> psutil.Process:
         """Return the first worker process of the run."""

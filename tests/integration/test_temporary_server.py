@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import State
 from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
-from tests.process_lookup import family_of, has_ended, running_with
+from tests.process_lookup import command_line, family_of, has_ended, running_with
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
 from virnuc.flows.settings.predict import PredictSettings
@@ -48,6 +48,23 @@ KNOWN_SECRET = f"""
 import secrets, sys
 secrets.token_urlsafe = lambda _: {TOKEN!r}
 from virnuc.flows.cli import main
+sys.exit(main())
+"""
+# Prefect would start a server that answers anybody with this module. Our own server has it.
+ONLY_OWN_SERVER = """
+import os, sys
+module = "prefect.server.api.server"
+sys.modules[module] = None
+os.register_at_fork(after_in_child=lambda: sys.modules.pop(module))
+from virnuc.flows.cli import main
+sys.exit(main())
+"""
+ORDINARY = "import sys; from virnuc.flows.cli import main; sys.exit(main())"
+# the command as on a system where a copy of it would not be safe
+WITHOUT_FORK = """
+import sys
+from virnuc.flows.cli import main, temporary_server
+temporary_server.can_fork = lambda: False
 sys.exit(main())
 """
 
@@ -401,6 +418,35 @@ def test_no_module_that_a_server_names_is_imported(
     assert not proof.exists()
 
 
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_copy_of_the_command_serves_as_a_new_process_does(
+    tmp_path: Path, few_reads: Path, models: Path, database: Path, is_copy: bool
+) -> None:
+    program = ORDINARY if is_copy else WITHOUT_FORK
+    home = tmp_path / "prefect"
+    words = ("predict", str(few_reads), "-o", str(tmp_path / "run"), "--models", str(models))
+    command = (sys.executable, "-c", program, *words, "--devices", "cpu:1")
+    with background(command, own_server(home, database), tmp_path / "log") as process:
+        servers = wait_for(lambda: running_with(SERVER, family_of(process.pid)), "a server")
+        has_own_program = "serve_new" in " ".join(command_line(servers[0]))
+        assert has_own_program != is_copy
+        assert process.wait(PATIENCE_S) == 0
+        assert all(map(has_ended, servers))
+    log = (tmp_path / "log").read_text()
+    assert "without a Prefect server" not in log
+    assert "Traceback" not in log
+    with closing(sqlite3.connect(home / "prefect.db")) as recorded:
+        flow_states = recorded.execute("SELECT state_type FROM flow_run").fetchall()
+        task_states = recorded.execute("SELECT state_type FROM task_run").fetchall()
+        artifacts = recorded.execute("SELECT key FROM artifact WHERE key IS NOT NULL").fetchall()
+        n_log_lines = recorded.execute("SELECT count(*) FROM log").fetchone()[0]
+    assert flow_states == [("COMPLETED",)]
+    assert task_states == [("COMPLETED",)] * 2  # staging and embedding
+    kinds = {key.split("-")[0] for (key,) in artifacts}
+    assert kinds == {"progress", "stages", "summary", "reads"}
+    assert n_log_lines > 0
+
+
 def test_a_server_that_the_user_named_is_used_with_his_own_settings(
     tmp_path: Path, few_reads: Path, models: Path, database: Path, port: int
 ) -> None:
@@ -439,10 +485,8 @@ def test_an_answer_to_a_validation_starts_no_server_without_a_secret(
     tmp_path: Path, database: Path
 ) -> None:
     """`virnuc approve` without a named server looks into the database that temporary servers share."""
-    # Prefect would start a server that answers anybody with this module
-    program = "import sys; sys.modules['prefect.server.api.server'] = None; from virnuc.flows.cli import main; sys.exit(main())"
     process = subprocess.run(
-        [sys.executable, "-c", program, "approve", "nobody", "--yes"],
+        [sys.executable, "-c", ONLY_OWN_SERVER, "approve", "nobody", "--yes"],
         env=own_server(tmp_path / "prefect", database),
         capture_output=True,
         text=True,

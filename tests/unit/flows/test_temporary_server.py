@@ -6,28 +6,41 @@ import asyncio
 import base64
 import gzip
 import json
+import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
+from prefect.server.api import server as prefect_server
 from prefect.settings import (
+    PREFECT_HOME,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
     temporary_settings,
 )
 
 import virnuc_core.first_use
 from virnuc.flows.cli import temporary_server
-from virnuc.flows.cli.server_guard import Message, OwnerOnly, Receive, Send
+from virnuc.flows.cli.server_guard import (
+    ASKED_ROUTERS,
+    Message,
+    OwnerOnly,
+    Receive,
+    Send,
+    order_routers,
+)
 from virnuc.flows.cli.temporary_server import FirstUse, Progress, TemporaryServer, progress_of
 from virnuc.tasks import server_connection
 from virnuc.tasks.result_references import without_result_references
@@ -229,10 +242,18 @@ def test_nobody_is_asked_at_the_port_of_a_temporary_server_that_has_ended() -> N
     assert requests == []
 
 
+def migrate(home: Path, revision: str) -> None:
+    """Leave in a database what Prefect's migrations leave: the name of the last one (Alembic)."""
+    with closing(sqlite3.connect(home / "prefect.db")) as database, database:
+        database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num VARCHAR(32))")
+        database.execute("DELETE FROM alembic_version")
+        database.execute("INSERT INTO alembic_version VALUES (?)", (revision,))
+
+
 def finished_first_use(home: Path) -> None:
     """Set up a home as a command does whose server has answered."""
     first_use = FirstUse(home)
-    (home / "prefect.db").write_text("tables")
+    migrate(home, "a3b9c7d2e5f1")
     first_use.finish()
     first_use.release()
 
@@ -263,6 +284,56 @@ def test_a_home_that_is_ready_needs_no_lock_until_its_database_is_removed(tmp_pa
     (tmp_path / "prefect.db").write_text("")
     assert not first_use._is_ready()
     first_use.release()
+
+
+def test_a_database_whose_migrations_were_taken_back_is_migrated_again(tmp_path: Path) -> None:
+    finished_first_use(tmp_path)
+    migrate(tmp_path, "an older one")
+    first_use = FirstUse(tmp_path)
+    assert first_use._lock.is_held
+    assert not first_use.is_set_up
+    first_use.release()
+
+
+def test_migrations_are_left_out_only_for_the_database_that_was_set_up(tmp_path: Path) -> None:
+    finished_first_use(tmp_path)
+    first_use = FirstUse(tmp_path)
+    with temporary_settings(updates={PREFECT_HOME: tmp_path}):
+        own_url = f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
+        with temporary_settings(updates={PREFECT_SERVER_DATABASE_CONNECTION_URL: own_url}):
+            assert first_use.is_set_up
+        # A profile of Prefect may name another database, which this home knows nothing of.
+        other_url = f"sqlite+aiosqlite:///{tmp_path}/other.db"
+        with temporary_settings(updates={PREFECT_SERVER_DATABASE_CONNECTION_URL: other_url}):
+            assert not first_use.is_set_up
+
+
+def test_no_request_could_be_answered_by_two_routers() -> None:
+    """So the order in which a temporary server looks through them decides no answer."""
+    routers = prefect_server.API_ROUTERS
+    routes = [(index, route) for index, router in enumerate(routers) for route in router.routes]
+    clashes = []
+    for index, route in routes:
+        path = re.sub(r"\{[^}]+\}", "0b3e5a1c-7d4f-4b6a-9c2e-1f8d7a6b5c4d", route.path)
+        for other_index, other in routes:
+            if other_index == index or not other.path_regex.match(path):
+                continue
+            if methods_of(route) & methods_of(other):
+                clashes.append((route.path, other.path))
+    assert clashes == []
+
+
+def methods_of(route: Any) -> set[str]:
+    """Return the HTTP methods of a route, or one word for a WebSocket."""
+    return getattr(route, "methods", None) or {"WebSocket"}
+
+
+def test_the_routers_that_a_run_asks_come_first_and_none_is_lost() -> None:
+    server = SimpleNamespace(API_ROUTERS=prefect_server.API_ROUTERS)
+    order_routers(server)
+    prefixes = [router.prefix for router in server.API_ROUTERS]
+    assert prefixes[: len(ASKED_ROUTERS)] == list(ASKED_ROUTERS)
+    assert Counter(prefixes) == Counter(router.prefix for router in prefect_server.API_ROUTERS)
 
 
 def test_a_suspended_holder_does_not_stop_others_for_ever(

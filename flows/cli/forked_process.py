@@ -1,0 +1,168 @@
+"""Starts a child process that begins as a copy of this one, and need not import again what is
+loaded here.
+
+The child has a session of its own and dies with this process, as all of our children. Unlike a
+process of Python's `multiprocessing`, it keeps none of its parent's other files open. Otherwise it
+would go on holding locks that its parent has released.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+from virnuc.flows.exit_deadline import WATCHER
+from virnuc_core.rundir import die_with_parent
+
+POLL_S: Final = 0.005
+FIRST_FILE: Final = 3  # files 0 to 2 are standard input, output and error
+
+
+class ForkedProcess:
+    """A child process that was forked, with the methods of `subprocess.Popen` that we use.
+
+    Attributes:
+        pid: Its process id.
+        returncode: Its exit status, or the negative number of the signal that ended it. None as
+            long as it was not seen to have ended.
+    """
+
+    def __init__(self, target: Callable[[], None], *, kept_file: int, error_file: int | None):
+        """Fork this process.
+
+        Args:
+            target: What the child does. It ends when this function returns or raises an error.
+            kept_file: The number of the one file of this process that the child keeps.
+            error_file: The number of the file that becomes the child's standard error. None keeps
+                that of this process.
+
+        Raises:
+            OSError: The system refuses another process.
+        """
+        self.returncode: int | None = None
+        self._lock = threading.Lock()  # the exit status can be fetched only once
+        parent = os.getpid()
+        # The child would write again what waits in the buffers.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # From Python 3.12 on, a fork beside any other thread is warned of. See `can_fork`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _run_child(target, parent, kept_file, error_file)
+
+    def poll(self) -> int | None:
+        """Return the exit status of the process, or None if it has not ended."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid == self.pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended, and return its exit status.
+
+        Args:
+            timeout: How many seconds to wait at most. None waits as long as it takes.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended in this time.
+        """
+        start_s = time.monotonic()
+        while True:
+            status = self.poll()
+            if status is not None:
+                return status
+            if timeout is not None and time.monotonic() - start_s >= timeout:
+                raise subprocess.TimeoutExpired("a copy of this process", timeout)
+            time.sleep(POLL_S)
+
+    def terminate(self) -> None:
+        """Ask the process to end, if it has not ended."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process by force, if it has not ended."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal. After its end, the system may have given its id to another process."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def can_fork() -> bool:
+    """Return whether this process may be copied: no thread can hold a lock.
+
+    A copy has only the thread that made it. Locks that other threads held at that moment would stay
+    locked in it for ever. The thread of the exit deadline may run, because it only waits for
+    signals and holds nothing meanwhile. Threads of libraries are counted by Linux. Other systems do
+    not tell their number, and some must not be forked.
+    """
+    threads = threading.enumerate()
+    others = [thread for thread in threads if thread.name != WATCHER]
+    if others != [threading.main_thread()]:
+        return False
+    try:
+        n_of_system = len(list(Path("/proc/self/task").iterdir()))
+    except OSError:
+        return False
+    return n_of_system == len(threads)
+
+
+def _run_child(
+    target: Callable[[], None], parent: int, kept_file: int, error_file: int | None
+) -> NoReturn:
+    """Do the work of the child, and end it without the handlers that its parent has registered.
+
+    The arguments are those of `ForkedProcess`, and the process id of the parent.
+    """
+    status = 1
+    try:
+        os.setsid()
+        die_with_parent(parent)
+        _forget_parent(kept_file, error_file)
+        target()
+        status = 0
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            status = end.code
+    except BaseException:  # noqa: BLE001 - the process ends with it
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _forget_parent(kept_file: int, error_file: int | None) -> None:
+    """Give up the parent's signal handlers, garbage and files in the child.
+
+    Args:
+        kept_file: The number of the file that stays open.
+        error_file: The number of the file that becomes standard error, or None.
+    """
+    # Objects of the parent are not collected here: some close files, whose numbers are new ones.
+    gc.freeze()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    if error_file is not None:
+        os.dup2(error_file, 2)
+    os.closerange(FIRST_FILE, kept_file)
+    os.closerange(kept_file + 1, os.sysconf("SC_OPEN_MAX"))
