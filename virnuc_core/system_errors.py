@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import re
+import resource
 import shutil
 import stat
 import time
@@ -290,6 +291,9 @@ def limit_error(error: BaseException) -> LimitError | None:
         return LimitError(f"{_OUT_OF_MEMORY}; {ADVICE[errno.ENOMEM]} and run again")
     if isinstance(error, OSError) and error.errno in LIMIT_ERRORS:
         return LimitError(f"{describe_system_error(error)} and run again")
+    if isinstance(error, SystemError) and _is_memory_limited():
+        # A compiled library has failed and has not said why. Several do that if they get no memory.
+        return LimitError(f"{_OUT_OF_MEMORY}; {ADVICE[errno.ENOMEM]} and run again")
     if not isinstance(error, (OSError, RuntimeError, ImportError)):
         return None
     text = str(error)
@@ -298,6 +302,12 @@ def limit_error(error: BaseException) -> LimitError | None:
         if words in text:
             return LimitError(f"{problem}; {advice} and run again")
     return None
+
+
+def _is_memory_limited() -> bool:
+    """Return whether the system limits the memory of this process (`ulimit -v`)."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return soft_limit != resource.RLIM_INFINITY
 
 
 def shared_memory_error(error: OSError) -> LimitError:

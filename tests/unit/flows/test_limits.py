@@ -123,7 +123,22 @@ def few_files() -> None:
 
 
 def little_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
+    # Not enough for the libraries. At some other limits a library ends the process by itself.
+    resource.setrlimit(resource.RLIMIT_AS, (300_000_000, 300_000_000))
+
+
+def test_a_library_that_fails_without_a_word_is_short_of_memory_if_memory_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPython raises this error for a compiled function that fails and sets no error."""
+    error = SystemError("error return without exception set")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, resource.RLIM_INFINITY))
+    limit = limit_error(error)
+    assert limit is not None
+    assert "ulimit -v" in str(limit)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    assert limit_error(error) is None
 
 
 @pytest.mark.parametrize("limit", [few_files, little_memory])
