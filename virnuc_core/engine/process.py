@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between SIGTERM and SIGKILL, in which a worker may finish its shard.
 GRACE_S: Final = 4.5
+# Seconds, at least, to read what a worker wrote last before it ended.
+READ_S: Final = 1.0
 # The module whose function `work` an engine worker runs.
 WORKER: Final = "virnuc_core.engine.worker"
 # What Python runs in a worker process. The argument is the name of such a module.
@@ -347,9 +349,10 @@ class Child:
                 # The worker may have ended at SIGTERM, but not the processes that it started.
                 os.killpg(self.pid, signal.SIGKILL)
             status = self.process.wait()
-            # Let the threads read what the worker wrote last.
+            # Let the threads read what the worker wrote last. A process that it has started outside
+            # of its session may keep the pipes open.
             for reader in self._readers:
-                reader.join(grace_s)
+                reader.join(max(grace_s, READ_S))
             with contextlib.suppress(OSError, ValueError):
                 self._stdin.close()
             self._forget()

@@ -398,6 +398,12 @@ class WorkerServer:
         self._end(held, "its process has ended")
         # Another thread may be the one that ends it.
         held.ended.wait()
+        # What the worker wrote last may have been read after its last message.
+        with suppress(queue.Empty):
+            while True:
+                received = held.child.inbox.get_nowait()
+                if received is not None:
+                    held.pass_on(received[1])
         status = held.child.end(0.0)
         held.pass_on(Ended(status=status, last_words=held.child.last_words))
         with held.lock:

@@ -245,6 +245,26 @@ def test_a_worker_that_dies_is_reported_with_its_last_words(
     second.end()
 
 
+def test_last_words_that_are_read_late_still_reach_the_run(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of its own reads what a worker writes, and a busy machine may start it late."""
+    read_errors = Child._read_errors
+
+    def read_late(child: Child) -> None:
+        child.process.wait()
+        time.sleep(0.2)  # the server has noticed the end by then
+        read_errors(child)
+
+    monkeypatch.setattr(Child, "_read_errors", read_late)
+    child, inbox = server.get()
+    child.log = tmp_path / "logs" / "worker.log"
+    compute(child, inbox, shard=13)
+    assert child.end() == 3
+    assert child.last_words == "computes shard 13"
+    assert child.log.read_text() == "computes shard 13\n"
+
+
 def test_a_worker_that_nobody_uses_is_ended_and_the_next_run_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
