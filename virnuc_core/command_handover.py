@@ -32,6 +32,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from virnuc_core.private_socket import Messages, Peer
@@ -41,6 +42,8 @@ from virnuc_core.process_facts import process_facts, read_system_file
 ANSWER_S: Final = 3.0
 # Seconds that the preloaded process has to say how a child ended that has ended.
 STATUS_S: Final = 2.0
+# How soon the kernel kills this process where memory runs out. Batch systems set it.
+OOM_SCORE: Final = "/proc/self/oom_score_adj"
 STREAMS: Final = (0, 1, 2)  # standard input, output and error
 N_HANDLES: Final = len(STREAMS) + 2  # and those of the working directory and of the pair
 F_SETSIG: Final = 10  # of fcntl(2); Python has no name for it
@@ -86,7 +89,7 @@ class TerminalProcess:
         self._server = server
         self._deadline_s = time.monotonic() + ANSWER_S
         self._child = -1  # a handle of the child's process
-        self._was_signalled = False  # a signal that ends commands was forwarded
+        self._forwarded: int | None = None  # the last signal that ends commands, if one came
 
     def run(self) -> int | None:
         """Hand the command of this process over, and wait until it has ended.
@@ -99,15 +102,19 @@ class TerminalProcess:
         handles: list[int] = []
         previous_handlers: dict[int, Any] = {}
         try:
-            if not self._begin(handles, previous_handlers):
-                return None
-            return self._wait()
+            has_begun = self._begin(handles, previous_handlers)
+            if has_begun:
+                return self._wait()
         finally:
             for number, previous in previous_handlers.items():
                 signal.signal(number, previous)
             self._connection.release()
             for handle in handles:
                 os.close(handle)
+        if self._forwarded is not None:
+            # It came while the command was handed over, and was meant for the command.
+            os.kill(os.getpid(), self._forwarded)
+        return None
 
     def _begin(self, handles: list[int], previous_handlers: dict[int, Any]) -> bool:
         """Let a child begin the command.
@@ -166,7 +173,7 @@ class TerminalProcess:
 
     def _forward(self, number: int, _frame: object) -> None:
         """Send a signal to the child. This is a signal handler."""
-        self._was_signalled = True
+        self._forwarded = number
         self._signal_child(number)
 
     def _stop(self, number: int, _frame: object) -> None:
@@ -198,7 +205,7 @@ class TerminalProcess:
         select.select([self._child], [], [])
         if name == EXITED:
             return int(fields["code"])
-        if name != KILLED and self._was_signalled:
+        if name != KILLED and self._forwarded is not None:
             return INTERRUPTED
         # Nobody is left who knows how the child ended. It tells its code unless it is killed.
         return end_by_signal(int(fields.get("signal", signal.SIGKILL)))
@@ -227,6 +234,7 @@ def own_state() -> dict[str, Any]:
         "limits": limits,
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "scheduling": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        "oom_score": read_system_file(OOM_SCORE),
         "pid": os.getpid(),
     }
 
@@ -284,6 +292,8 @@ def _become(state: dict[str, Any], handles: list[int]) -> None:
     scheduling = (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority)
     if scheduling != (policy, priority):
         os.sched_setscheduler(0, policy, os.sched_param(priority))
+    if read_system_file(OOM_SCORE) != state["oom_score"]:
+        Path(OOM_SCORE).write_text(state["oom_score"], encoding="ascii")
     os.environ.clear()
     for name, value in state["environment"].items():
         os.environb[name.encode("latin-1")] = value.encode("latin-1")

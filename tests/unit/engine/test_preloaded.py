@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -162,6 +162,7 @@ def test_a_child_sees_the_process_of_the_user(server: Server, tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(3)
+        Path("/proc/self/oom_score_adj").write_text("700")
 
     environment = {**os.environ, "TOY": "a b\udcff", "TZ": "Asia/Kolkata"}
     environment.pop("TERM", None)
@@ -182,8 +183,34 @@ def test_a_child_sees_the_process_of_the_user(server: Server, tmp_path: Path) ->
     assert own["environment"]["TOY"] == "a b\udcff"
     assert "TOY_OF_SERVER" not in own["environment"]
     assert own["files"] == [64, 128]
+    assert own["oom_score"] == "700\n"
     assert own["directory"] == str(folder)
     assert own["timezone"] == ["IST", "IST"]
+
+
+def test_a_signal_is_not_lost_if_the_handover_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child has got it, and this process runs the command itself."""
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    class BrokenConnection:
+        def send(self, _text: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise BrokenPipeError
+
+        def release(self) -> None: ...
+
+    terminal_process = TerminalProcess(cast(Messages, BrokenConnection()), Peer(pid=1, uid=0))
+    child = subprocess.Popen(["sleep", "60"])
+    terminal_process._child = os.pidfd_open(child.pid)
+    monkeypatch.setattr(terminal_process, "_hand_over", lambda _handles: True)
+    try:
+        assert terminal_process.run() is None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        child.kill()
+    assert child.wait() == -signal.SIGTERM  # it had got the signal before
+    assert received == [signal.SIGTERM]
 
 
 def test_the_time_of_a_command_counts_from_its_terminal_process(server: Server) -> None:

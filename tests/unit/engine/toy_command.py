@@ -62,6 +62,7 @@ def own_state() -> dict[str, object]:
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "core": resource.getrlimit(resource.RLIMIT_CORE),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "oom_score": Path("/proc/self/oom_score_adj").read_text(),
         "cores": sorted(os.sched_getaffinity(0)),
         "timezone": time.tzname,
         "streams": [
