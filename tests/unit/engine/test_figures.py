@@ -32,6 +32,9 @@ from .runs import ONE_CORE, SMALL, classify_store
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
+PAUSE_S = 0.05  # for which a busy machine may stop a process between two stages
+
+
 @pytest.fixture(scope="module")
 def measured(reference: Path) -> Telemetry:
     return read_telemetry(latest(reference))
@@ -144,9 +147,8 @@ def test_the_rows_of_the_stage_table_sum_to_the_whole(reference: Path, run: RunM
     stage_seconds = {
         name: seconds for name, seconds in summary.stages.items() if seconds is not None
     }
-    assert sum(stage_seconds.values()) - 2 * stage_seconds[OVERLAPPED] == pytest.approx(
-        summary.total_s, rel=0.01
-    )
+    sum_of_stages_s = sum(stage_seconds.values()) - 2 * stage_seconds[OVERLAPPED]
+    assert sum_of_stages_s == pytest.approx(summary.total_s, rel=0.01, abs=PAUSE_S)
     assert all(
         stage_seconds[f"Start-up: {part}"] > 0 for part in ("import", "weights", "first batch")
     )

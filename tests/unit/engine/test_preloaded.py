@@ -287,7 +287,10 @@ def test_signals_reach_the_child_which_decides_what_follows(
 
 
 def test_a_signal_that_the_terminal_process_does_not_handle_ends_both(server: Server) -> None:
-    terminal = server.start("patient")
+    def handle_by_default() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
+
+    terminal = server.start("patient", preexec_fn=handle_by_default)
     child = child_of(terminal)
     terminal.send_signal(signal.SIGHUP)
     terminal.communicate(timeout=PATIENCE_S)
