@@ -345,18 +345,21 @@ def test_other_options_of_python_are_refused(server: Server) -> None:
     assert finished.stderr == "itself\nerr\n"
 
 
-FACTS = process_facts.process_facts()
-# This process has the output of pytest.
-FACTS["unbuffered output"] = str(bool(os.environ.get("PYTHONUNBUFFERED")))
+def current_facts() -> dict[str, str]:
+    """Return the facts of a terminal process. Other tests may have changed the environment."""
+    facts = process_facts.process_facts()
+    # pytest has other streams than a command
+    facts["unbuffered output"] = str(bool(os.environ.get("PYTHONUNBUFFERED")))
+    return facts
 
 
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", process_facts.process_facts())
 def test_each_fact_that_differs_is_refused_by_its_name(server: Server, name: str) -> None:
-    assert f"another {name[:20]}" in refusal_of(server, FACTS | {name: "other"})
+    assert f"another {name[:20]}" in refusal_of(server, current_facts() | {name: "other"})
 
 
 def test_a_fact_that_only_one_side_has_is_refused(server: Server) -> None:
-    assert "another TRITON_X" in refusal_of(server, FACTS | {"TRITON_X": "1"})
+    assert "another TRITON_X" in refusal_of(server, current_facts() | {"TRITON_X": "1"})
 
 
 def refusal_of(server: Server, facts: dict[str, str]) -> str:
@@ -402,7 +405,7 @@ def test_a_child_does_not_begin_before_the_last_word(server: Server, tmp_path: P
     found = connect(server.folder)
     assert found is not None
     connection, _ = found
-    facts = FACTS | {"PYTHONPATH": str(ROOT)}
+    facts = current_facts() | {"PYTHONPATH": str(ROOT)}
     connection.send(message("RunCommand", facts=facts))
     name, fields = parse(connection.receive(PATIENCE_S))
     assert name == "Child", fields
