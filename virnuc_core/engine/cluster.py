@@ -527,6 +527,8 @@ def _first_folder(paths: Iterable[Path]) -> Path:
 class ClusterWorkers(LocalWorkers):
     """Starts worker processes on the nodes of a cluster, and receives their messages."""
 
+    may_borrow = False
+
     def __init__(self, cluster: Cluster, devices: Collection[Device] | None) -> None:
         """Note which devices may be used. No worker is started.
 

@@ -239,7 +239,9 @@ class Pool(AbstractContextManager["Pool"]):
         """
         with self._submit_lock:
             self._closed = True
-        self._workers.wake()  # the thread may be waiting for a message
+        # The thread may be waiting for a worker that another process lends, or for a message.
+        self._workers.stop_borrowing()
+        self._workers.wake()
         self._thread.join()
         self._workers.__exit__()
 

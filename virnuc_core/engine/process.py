@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn, cast
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 GRACE_S: Final = 4.5
 # Seconds, at least, to read what a worker wrote last before it ended.
 READ_S: Final = 1.0
+# How often, in seconds, a thread that waits for a lent worker looks for an interrupt.
+INTERRUPT_POLL_S: Final = 0.05
 # The module whose function `work` an engine worker runs.
 WORKER: Final = "virnuc_core.engine.worker"
 # What Python runs in a worker process. The argument is the name of such a module.
@@ -428,6 +431,8 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
 
     # Measures a device on another machine. None means that the devices are on this machine.
     reader: Callable[[str, float], DeviceSample] | None = None
+    # Whether workers may be borrowed from a process that lends some.
+    may_borrow = True
 
     def __init__(self, module: str, prestart: Sequence[WorkerSpec] = ()) -> None:
         """Start the workers of `prestart`, so that they load the models before a run needs them.
@@ -441,6 +446,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         # How often `end_all_children` was called before this object was made. If the global count
         # is higher later, the run was interrupted meanwhile.
         self._n_endings = _n_endings
+        self._is_closing = False  # see `stop_borrowing`
         self._inbox: Inbox = queue.Queue()
         self._started: list[Child] = []
         # `start` takes a worker from this list if there is one. So the list is assigned only after
@@ -456,7 +462,9 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return self._n_endings != _n_endings
 
     def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
-        """Return a worker for a specification: a prestarted one that is alive, or a new process.
+        """Return a worker for a specification.
+
+        This is a prestarted worker that is alive, one that another process lends, or a new one.
 
         Args:
             spec: What the worker loads. It is sent to a new worker as the first message.
@@ -473,24 +481,66 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
                 # The command has waited for this worker from its beginning.
                 child.requested_s = command_start_s()
                 return child
+        borrowed_child = self._borrow(spec)
         with _children_lock:
-            if self.cancelled:
-                raise WorkerError(INTERRUPTED)
-            child = self._make(spec)
-            _children.add(child)  # for `end_all_children`
+            was_interrupted = self.cancelled
+            if not was_interrupted:
+                child = borrowed_child or self._make(spec)
+                _children.add(child)  # for `end_all_children`
+        if was_interrupted:
+            if borrowed_child is not None:
+                borrowed_child.end(grace_s=0)
+            raise WorkerError(INTERRUPTED)
         self._started.append(child)
         child.send(spec)
         child.log = log
         return child
 
-    def _make(self, spec: WorkerSpec) -> Child:
-        """Start a process on this machine, or borrow one. The subclass for clusters starts it on a
-        node.
+    def _borrow(self, spec: WorkerSpec) -> Child | None:
+        """Return a worker that another process lends, or None if none does.
+
+        The answer may take seconds. Another thread asks, so that an interrupt need not wait for it.
+        A worker that is lent after an interrupt is returned at once.
+
+        Args:
+            spec: What the worker must have loaded.
+
+        Raises:
+            WorkerError: The run was interrupted, or its workers are being ended.
         """
-        if _lender is not None and self.module == WORKER:
-            child = _lender(spec, self._inbox)
-            if child is not None:
-                return child
+        lender = _lender
+        if lender is None or self.module != WORKER or not self.may_borrow:
+            return None
+        answer: Future[Child | None] = Future()
+
+        def ask() -> None:
+            """Ask for a worker, and keep the answer. This is the function of a thread."""
+            try:
+                answer.set_result(lender(spec, self._inbox))
+            except BaseException as error:  # noqa: BLE001 - it is raised in the waiting thread
+                answer.set_exception(error)
+
+        try:
+            threading.Thread(target=ask, daemon=True).start()
+            while not answer.done():
+                if self.cancelled or self._is_closing:
+                    raise WorkerError(INTERRUPTED)
+                wait_for_futures([answer], INTERRUPT_POLL_S)
+        except BaseException:
+            # It is called now if there is an answer, and otherwise when the answer comes.
+            answer.add_done_callback(_return_worker)
+            raise
+        return answer.result()
+
+    def stop_borrowing(self) -> None:
+        """Let the thread that waits in `start` for a lent worker raise an error now.
+
+        It is called when no worker is needed any more.
+        """
+        self._is_closing = True
+
+    def _make(self, spec: WorkerSpec) -> Child:
+        """Start a process on this machine. The subclass for clusters starts it on a node."""
         return Child(self.module, spec, self._inbox)
 
     def new_devices(self, n_waiting: int) -> Iterable[Device]:
@@ -526,6 +576,19 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
             _prestarted.remove(self)
         end_children(self.prestarted, grace_s=0)  # they have no task to finish
         end_children(self._started)
+
+
+def _return_worker(answer: Future[Child | None]) -> None:
+    """Return a worker that was lent to a run which does not need it any more.
+
+    Args:
+        answer: The answer of the lender. It may be that there is no worker, or an error.
+    """
+    if answer.exception() is not None:
+        return
+    child = answer.result()
+    if child is not None:
+        child.end(grace_s=0)
 
 
 def set_lender(lender: Lender | None) -> None:

@@ -98,6 +98,8 @@ class HeldChild(Child):
 class _HeldWorkers(LocalWorkers):
     """Starts the worker processes of the server."""
 
+    may_borrow = False
+
     def _make(self, spec: WorkerSpec) -> Child:
         """Start a process with an inbox of its own."""
         return HeldChild(self.module, spec)

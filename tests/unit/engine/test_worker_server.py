@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import select
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 from tests.process_lookup import has_ended
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine import borrowed, worker_server
+from virnuc_core.engine import borrowed, process, worker_server
 from virnuc_core.engine.borrowed import (
     Borrow,
     BorrowedChild,
@@ -30,18 +32,22 @@ from virnuc_core.engine.borrowed import (
     refusal_of_identity,
     since,
 )
+from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import (
+    WORKER,
     Child,
     Closed,
     Inbox,
+    LocalWorkers,
     Message,
     Ready,
     WorkerSpec,
+    end_all_children,
 )
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.engine.worker_server import HeldWorker, WorkerServer
-from virnuc_core.errors import ConfigError, DeviceError
-from virnuc_core.private_socket import PrivateListener, connect
+from virnuc_core.errors import ConfigError, DeviceError, WorkerError
+from virnuc_core.private_socket import Messages, PrivateListener, connect
 from virnuc_core.rundir import DeviceRequests, ask_for_device, device_holder, lock_device
 from virnuc_core.runfiles import Device
 
@@ -543,6 +549,119 @@ def test_without_a_server_nothing_is_said_unless_one_is_required(
     assert not caplog.records
     with pytest.raises(ConfigError, match="start it with: virnuc serve"):
         Borrower("require")(spec, queue.Queue())
+
+
+@dataclass
+class SilentServer:
+    """A server that accepts connections and answers nothing, as one that was stopped."""
+
+    listener: PrivateListener
+
+    def accept_request(self) -> Messages:
+        """Return the connection of a run that has asked for a worker and waits for the answer."""
+        accepted = self.listener.accept_own(PATIENCE_S)
+        assert accepted is not None
+        connection, _ = accepted
+        line = connection.receive(PATIENCE_S)
+        assert line is not None
+        assert isinstance(Message.of(line), Borrow)
+        return connection
+
+
+@pytest.fixture
+def silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentServer]:
+    """Let runs of this process ask a server that does not answer within a minute."""
+    folder = tmp_path / "silent"
+    monkeypatch.setattr(borrowed, "socket_folders", lambda: [folder])
+    monkeypatch.setattr(borrowed, "fingerprint", lambda *_: DIGESTS)
+    monkeypatch.setattr(borrowed, "ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr(process, "_lender", Borrower("require"))
+    with PrivateListener(folder) as listener:
+        yield SilentServer(listener)
+
+
+OBEYED_S = 1.0  # an interrupt must have been obeyed after this time
+
+
+def lend_late(connection: Messages) -> None:
+    """Lend a worker to a run that was interrupted, and check that the run returns it."""
+    connection.send(Lent(pid=1, has_loaded=True).line())
+    require_return(connection)
+
+
+def require_return(connection: Messages) -> None:
+    """Check that a run returns the worker that it was lent: it closes the connection."""
+    readable, _, _ = select.select([connection], [], [], PATIENCE_S)
+    assert readable
+    assert connection.receive() is None
+    connection.release()
+
+
+def test_the_end_of_all_workers_does_not_wait_for_a_silent_server(
+    silent_server: SilentServer,
+) -> None:
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+    workers = LocalWorkers(WORKER)
+    with ThreadPoolExecutor(1) as threads:
+        start = threads.submit(workers.start, spec)
+        connection = silent_server.accept_request()
+        began_s = time.monotonic()
+        end_all_children()
+        error = start.exception(PATIENCE_S)
+        assert time.monotonic() - began_s < OBEYED_S
+    assert isinstance(error, WorkerError)
+    assert "interrupted" in str(error)
+    lend_late(connection)
+
+
+def test_the_end_of_a_pool_does_not_wait_for_a_silent_server(silent_server: SilentServer) -> None:
+    """Ctrl-C first leaves the block of the pool."""
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+    with Pool([spec], LocalWorkers(WORKER), warm=True):
+        connection = silent_server.accept_request()
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < OBEYED_S
+    lend_late(connection)
+
+
+def test_an_interrupt_of_the_main_thread_does_not_wait_for_a_silent_server(
+    silent_server: SilentServer,
+) -> None:
+    """Workers that are started before the run are borrowed by the main thread."""
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+
+    def interrupt() -> Messages:
+        connection = silent_server.accept_request()
+        os.kill(os.getpid(), signal.SIGINT)
+        return connection
+
+    with ThreadPoolExecutor(1) as threads:
+        connection = threads.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            LocalWorkers(WORKER, [spec])
+        lend_late(connection.result(PATIENCE_S))
+
+
+def test_a_worker_that_is_lent_just_before_an_interrupt_is_returned(
+    silent_server: SilentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes when the run has its answer, and does not yet list the worker."""
+    spec = WorkerSpec(models="/models", device=CORE, engine=EngineSpec())
+    workers = LocalWorkers(WORKER)
+    borrow = workers._borrow
+
+    def borrow_and_interrupt(spec: WorkerSpec) -> Child | None:
+        child = borrow(spec)
+        end_all_children()
+        return child
+
+    monkeypatch.setattr(workers, "_borrow", borrow_and_interrupt)
+    with ThreadPoolExecutor(1) as threads:
+        start = threads.submit(workers.start, spec)
+        connection = silent_server.accept_request()
+        connection.send(Lent(pid=1, has_loaded=True).line())
+        assert isinstance(start.exception(PATIENCE_S), WorkerError)
+    require_return(connection)
 
 
 def test_equal_surroundings_are_no_reason_to_refuse() -> None:
