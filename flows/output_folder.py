@@ -8,6 +8,7 @@ from virnuc_core.rundir import check_room
 from virnuc_core.system_errors import (
     describe_system_error,
     is_folder,
+    process_limit_error,
     storage_error,
     target_exists,
 )
@@ -39,6 +40,7 @@ def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
     Raises:
         ConfigError: A file is in the way, or the folder cannot be written to.
         StorageError: There is not enough room.
+        LimitError: This process may not open enough files.
     """
     existing = nearest_existing(folder)
     if not is_folder(existing):
@@ -53,6 +55,9 @@ def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
         disk_problem = storage_error(error, folder)
         if disk_problem is not None:
             raise disk_problem from error
+        limit = process_limit_error(error)
+        if limit is not None:
+            raise limit from error
         reason = describe_system_error(error, "choose another directory")
         raise ConfigError(f"{folder}: cannot write in {existing}: {reason}") from error
     check_room(existing, nbytes, purpose)

@@ -4,7 +4,7 @@ import contextvars
 from typing import Final
 
 from virnuc_core.errors import DeviceError, IncapableError, ShardError, WorkerError
-from virnuc_core.system_errors import storage_error
+from virnuc_core.system_errors import process_limit_error, storage_error
 
 RETRYABLE_ERRORS: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
 PERMANENT_ERRORS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
@@ -16,10 +16,12 @@ _attempt: contextvars.ContextVar[int] = contextvars.ContextVar("attempt of a ste
 def is_retryable(error: BaseException) -> bool:
     """Return whether the same call may succeed later.
 
-    A worker that died or a busy disk may recover. A wrong setting, bad input or a full disk does
-    not.
+    A worker that died or a busy disk may recover. A wrong setting, bad input, a full disk or a
+    limit of this process does not.
     """
-    if isinstance(error, PERMANENT_ERRORS) or storage_error(error) is not None:
+    if isinstance(error, PERMANENT_ERRORS):
+        return False
+    if storage_error(error) is not None or process_limit_error(error) is not None:
         return False
     return isinstance(error, RETRYABLE_ERRORS)
 

@@ -5,6 +5,7 @@ here, because every `virnuc predict` imports this module first.
 """
 
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Final
@@ -46,8 +47,8 @@ GROUP_LIMITS: Final = {
 def process_facts() -> dict[str, str]:
     """Return what must be equal for a command to run in a child of another process.
 
-    What a child can take over is not among it: the streams, the working directory, limits, the
-    priority, and all other environment variables.
+    What a child can take over is not among it: the streams, the working directory, all other
+    limits, the priority, and all other environment variables.
     """
     flags = {}
     for name in type(sys.flags).__match_args__:
@@ -62,6 +63,7 @@ def process_facts() -> dict[str, str]:
         "unbuffered output": str(getattr(sys.__stdout__, "write_through", "")),
         "root folder": str(Path("/proc/self/root").readlink()),
         "control group": control_group_limits(),
+        "limit of memory": memory_limits(),
         "security label": read_system_file("/proc/self/attr/current"),
     }
     for link in Path("/proc/self/ns").iterdir():
@@ -74,6 +76,17 @@ def process_facts() -> dict[str, str]:
         if name.startswith((*WORKER_VARIABLES, *START_VARIABLES)):
             facts[name] = value
     return facts
+
+
+def memory_limits() -> str:
+    """Return the limits of the memory of this process (`ulimit -v` and `ulimit -d`).
+
+    A child begins with the memory of its parent. If that is more than the limit already, the child
+    gets no more of it and may wait for a thread that could not begin.
+    """
+    address_space = resource.getrlimit(resource.RLIMIT_AS)
+    data = resource.getrlimit(resource.RLIMIT_DATA)
+    return f"{address_space} {data}"
 
 
 def control_group_limits(root: str = "/sys/fs/cgroup", groups: str | None = None) -> str:

@@ -61,6 +61,7 @@ from virnuc_core.system_errors import (
     is_regular_file,
     list_folder,
     path_exists,
+    process_limit_error,
     read_with_retries,
     storage_error,
 )
@@ -780,6 +781,7 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
     Raises:
         ConfigError: Another process holds the directory, or it cannot be written.
         StorageError: The disk refuses.
+        LimitError: This process may not open enough files.
     """
     marker = root / MARKER_FILE
     try:
@@ -801,6 +803,9 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             storage_problem = storage_error(error, marker)
             if storage_problem is not None:
                 raise storage_problem from error
+        limit = process_limit_error(error)
+        if limit is not None:
+            raise limit from error
         reason = describe_system_error(error, "choose another directory")
         raise ConfigError(f"{marker}: cannot be written: {reason}") from error
     return is_new

@@ -304,6 +304,26 @@ def limit_error(error: BaseException) -> LimitError | None:
     return None
 
 
+def process_limit_error(error: BaseException) -> LimitError | None:
+    """Translate an error about a limit of this process alone into an error that says what to do.
+
+    Such limits are the number of open files (`ulimit -n`) and, if it is limited, the memory
+    (`ulimit -v`). The same call will meet them again, later or with another file. Other limits
+    (`limit_error`) count what other processes use, and may pass when these end.
+
+    Args:
+        error: Any error.
+
+    Returns:
+        The error to raise, or None if `error` is about something else.
+    """
+    number = error_number(error)
+    is_about_memory = isinstance(error, MemoryError) or number == errno.ENOMEM
+    if number == errno.EMFILE or (is_about_memory and _is_memory_limited()):
+        return limit_error(error)
+    return None
+
+
 def _is_memory_limited() -> bool:
     """Return whether the system limits the memory of this process (`ulimit -v`)."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -357,8 +377,8 @@ def read_with_retries(
             as they are, without a retry.
 
     Raises:
-        UnreadableError: The content is not known: the system refuses, or still fails at the last
-            attempt.
+        UnreadableError: The content is not known: the system refuses, a limit of this process is
+            reached, or the system still fails at the last attempt.
     """
     pauses_s = list(RETRY_PAUSES_S)
     while True:
@@ -369,8 +389,8 @@ def read_with_retries(
             is_certain_answer = kind in (ErrorKind.ABSENT, ErrorKind.CONTENT)
             if is_certain_answer or error_number(error) in expected_errors:
                 raise
-            # REFUSED: the same call will fail again. No pauses left: this was the last attempt.
-            if kind is ErrorKind.REFUSED or not pauses_s:
+            will_fail_again = kind is ErrorKind.REFUSED or process_limit_error(error) is not None
+            if will_fail_again or not pauses_s:
                 raise unreadable_error(error, path) from error
             reason = os.strerror(error_number(error) or 0)
             log.warning("%s: cannot be read now (%s); trying again", path, reason)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -196,6 +197,39 @@ def test_a_child_of_the_server_does_and_says_what_a_process_of_its_own_does(
     summary = read_summary(RunDir(tmp_path / "own" / "run"))
     assert summary is not None
     assert f"Time: {summary.waited_s:.1f} s" in own.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        (resource.RLIMIT_NOFILE, 11),  # too few to write the store of the reads
+        (resource.RLIMIT_NOFILE, 12),  # too few to open a shard
+        (resource.RLIMIT_FSIZE, 4096),
+    ],
+)
+def test_a_limit_ends_a_child_as_it_ends_a_process_of_its_own(
+    tmp_path: Path, some_reads: Path, models: Path, kind: int, limit: int
+) -> None:
+    def set_limit() -> None:
+        resource.setrlimit(kind, (limit, limit))
+
+    ends = []
+    with serving(tmp_path):
+        for serve in ("auto", "off"):
+            words = (str(some_reads), "-o", "run", "--serve", serve)
+            folder = tmp_path / serve
+            run = in_folder(tmp_path, folder, *words, models=models, preexec_fn=set_limit)
+            errors = run.stderr.decode()
+            assert "tried again" not in errors  # after 10 s
+            last_line = errors.splitlines()[-1].replace(str(folder), "")
+            ends.append((run.returncode, without_free_space(last_line)))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 1
+
+
+def without_free_space(line: str) -> str:
+    """Return a message without the room on the disk, which others use, too."""
+    return re.sub(r"[0-9.]+ GB free", "free", line)
 
 
 def child_of_server(server: subprocess.Popen[bytes]) -> psutil.Process:

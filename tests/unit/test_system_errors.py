@@ -75,7 +75,7 @@ NOT_KNOWN_ERRORS = (
     errno.ETIMEDOUT,
     errno.EAGAIN,
     errno.EINTR,
-    errno.EMFILE,
+    errno.ENFILE,
 )
 
 
@@ -128,6 +128,18 @@ def test_what_may_pass_is_tried_again_and_then_stops_without_a_verdict(
     assert len(attempts) == 1 + len(system_errors.RETRY_PAUSES_S)
     assert str(raised.value).startswith(f"{tmp_path}/a.h5: cannot be read: {os.strerror(number)}; ")
     assert "\n" not in str(raised.value)
+
+
+def test_a_limit_of_this_process_is_not_tried_again(tmp_path: Path) -> None:
+    attempts = []
+
+    def fail() -> None:
+        attempts.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(UnreadableError, match="ulimit -n"):
+        read_with_retries(tmp_path / "a.h5", fail)
+    assert len(attempts) == 1
 
 
 def test_a_read_that_succeeds_later_is_used(tmp_path: Path) -> None:

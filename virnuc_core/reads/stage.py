@@ -76,6 +76,7 @@ from virnuc_core.system_errors import (
     describe_system_error,
     is_regular_file,
     path_exists,
+    process_limit_error,
     storage_error,
 )
 
@@ -197,6 +198,7 @@ def stage(
     Raises:
         InputError: The reads cannot be used.
         ConfigError: `out` cannot be written.
+        LimitError: A limit of the system, such as that on open files, is too low.
         RunMismatchError: These are not the reads of `recorded_run`. The message names what
             differs.
         SpentInputError: Staging failed for a reason that may pass, but it cannot be repeated,
@@ -210,6 +212,9 @@ def stage(
         storage_problem = storage_error(error, out)  # None if the disk itself is not to blame
         if storage_problem is not None:
             raise storage_problem from error
+        limit = process_limit_error(error)
+        if limit is not None:
+            raise limit from error
         reason = describe_system_error(error, "choose another directory")
         raise ConfigError(f"{out}: cannot be written: {reason}") from error
     except (WorkerError, LimitError, MemoryError) as error:

@@ -339,6 +339,17 @@ def test_another_umask_is_refused(server: Server) -> None:
     assert finished.stderr == "itself\nerr\n"
 
 
+def test_another_limit_of_memory_is_refused(server: Server) -> None:
+    """A child that begins above the limit would wait for ever for its first thread."""
+    limit = 8 << 30
+
+    def limit_memory() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    finished = server.run_anyhow("code", "3", preexec_fn=limit_memory, input="")
+    assert finished.stderr == "itself\nerr\n"
+
+
 def test_other_options_of_python_are_refused(server: Server) -> None:
     command = server.command("code", "3")
     finished = run([command[0], "-X", "faulthandler", *command[1:]], input="")

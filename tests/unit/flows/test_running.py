@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from contextvars import Context
 from pathlib import Path
 from typing import Any, cast
@@ -114,6 +115,9 @@ def test_a_socks_proxy_is_left_out_only_without_its_package(
         (IncapableError("too old"), False),
         (OSError(121, "Remote I/O error"), True),
         (OSError(28, "No space left on device"), False),
+        (OSError(24, "Too many open files"), False),
+        (OSError(23, "Too many open files in system"), True),
+        (MemoryError(), True),
         (InputError("truncated", file="a.gz"), False),
         (ConfigError("unknown"), False),
         (RunMismatchError("another run"), False),
@@ -125,6 +129,15 @@ def test_a_socks_proxy_is_left_out_only_without_its_package(
 )
 def test_only_what_a_retry_can_help_is_retried(error: Exception, helps: bool) -> None:
     assert is_retryable(error) is helps
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
+def test_a_lack_of_memory_is_not_retried_under_a_limit_of_this_process(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_retryable(error)  # other processes may give memory back
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    assert not is_retryable(error)
 
 
 def test_outside_a_run_every_attempt_is_the_first() -> None:
