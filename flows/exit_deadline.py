@@ -19,6 +19,9 @@ ENDING_S: Final = 6.0
 POLL_S: Final = 0.05
 TERMINATION_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED: Final = 130  # exit code
+INTERRUPTED_MESSAGE: Final = (
+    "interrupted; what was committed stays, the same command goes on from there"
+)
 WATCHER: Final = "virnuc exit deadline"  # name of the thread that receives the signals
 IMPORT_SYSTEM: Final = "<frozen importlib._bootstrap>"  # file name of its frames
 _has_deadline: ContextVar[bool] = ContextVar("an exit deadline is set", default=False)

@@ -40,17 +40,13 @@ from cyclopts import (
 from virnuc.flows.cli.options import ENVIRONMENT
 from virnuc.flows.cli.output import accept_all_letters
 from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
-from virnuc.flows.exit_deadline import exit_deadline
+from virnuc.flows.exit_deadline import INTERRUPTED, INTERRUPTED_MESSAGE, exit_deadline
 from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.confidential import secrets_hidden
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 from virnuc_core.system_errors import describe_system_error, limit_error
 
-INTERRUPTED: Final = 130
-INTERRUPTED_MESSAGE: Final = (
-    "interrupted; what was committed stays, the same command goes on from there"
-)
 FAILURE: Final = 1
 BAD_SETTINGS: Final = ConfigError.exit_code
 DEBUG_OPTION: Final = "--debug"

@@ -22,17 +22,36 @@ def run_in_server(words: Sequence[str]) -> int | None:
     """
     if not may_be_handed_over(words, os.environ) or not _has_streams(words):
         return None
+    try:
+        return _hand_over()
+    except KeyboardInterrupt:  # before a child has begun the command
+        from virnuc.flows.exit_deadline import INTERRUPTED, INTERRUPTED_MESSAGE
+
+        sys.stderr.write(f"virnuc: {INTERRUPTED_MESSAGE}\n")
+        return INTERRUPTED
+
+
+def _hand_over() -> int | None:
+    """Find a server of this user, and hand the command of this process over to it.
+
+    Returns:
+        The exit code; None if this process must run the command itself.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed before a child has begun the command.
+    """
     from virnuc_core.command_handover import TerminalProcess
     from virnuc_core.errors import VirnucError
     from virnuc_core.private_socket import connect, socket_folders
 
     for folder in socket_folders():
         try:
-            found = connect(folder)
+            server = connect(folder)
         except VirnucError:
             return None  # the command says what is wrong
-        if found is not None:
-            return TerminalProcess(*found).run()
+        if server is not None:
+            connection, peer = server
+            return TerminalProcess(connection, peer).run()
     return None
 
 

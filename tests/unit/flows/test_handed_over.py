@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from virnuc.flows.cli.handed_over import may_be_handed_over, run_in_server
 from virnuc.flows.cli.options import ENVIRONMENT, OTHER_VARIABLES
-from virnuc_core.private_socket import SOCKET
+from virnuc_core.private_socket import SOCKET, PrivateListener
 from virnuc_core.process_facts import START_VARIABLES, WORKER_VARIABLES
 
+PATIENCE_S = 60.0
 ALONE = {"VIRNUC_NO_PREFECT": "1"}
 
 
@@ -62,6 +64,32 @@ def test_without_a_server_the_command_runs_itself(
     folder.chmod(0o700)
     (folder / SOCKET).touch()
     assert run_in_server(words) is None
+
+
+def test_ctrl_c_while_a_server_is_asked_is_one_line(tmp_path: Path) -> None:
+    """A server that was stopped, or is busy, does not answer for some seconds."""
+    words = ["predict", "reads.fastq", "-o", "out", "--no-prefect"]
+    with PrivateListener(tmp_path / "virnuc") as listener:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "virnuc.flows.cli", *words],
+            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        accepted = listener.accept_own(PATIENCE_S)
+        assert accepted is not None
+        connection, _ = accepted
+        request = connection.receive(PATIENCE_S)
+        assert request is not None
+        assert request.startswith("RunCommand ")
+        command.send_signal(signal.SIGINT)
+        _, errors = command.communicate(timeout=PATIENCE_S)
+        connection.release()
+    assert command.returncode == 130
+    assert errors.startswith("virnuc: interrupted; ")
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def run_python(source: str, **environment: str) -> str:
