@@ -96,6 +96,41 @@ def test_a_shard_is_not_passed_by_later_ones_for_ever() -> None:
     assert rows[0].shard is oldest
 
 
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        # 40 + 20 fit into 64, but neither 50 nor 60 fits beside 40.
+        ([40, 50, 60, 20], [[0, 3], [1], [2]]),
+        # 40 + 24 fill the batch before the row of 30 tokens is looked at.
+        ([40, 50, 24, 30], [[0, 2], [1], [3]]),
+    ],
+)
+def test_rows_that_are_left_for_later_batches_keep_their_order(
+    lengths: list[int], batches: list[list[int]]
+) -> None:
+    taken = run_all([lengths], slots=64)
+    assert [[row.position for row in rows] for rows in taken] == batches
+
+
+def test_a_batch_is_full_if_it_has_as_many_rows_as_it_can_hold() -> None:
+    """There is room for one row in each 8 token slots, so for 8 rows in 64."""
+    queue = RowQueue()
+    shard = add_shard(queue, [2] * 16)
+    assert len(queue.take_full_batch(64)) == 8
+    assert len(queue.take_full_batch(64)) == 8
+    add_shard(queue, [2] * 7)
+    assert queue.take_full_batch(64) == []
+    assert queue.take_batch_of(shard, 64) == [], "its rows were taken before"
+
+
+def test_rows_that_fill_all_slots_are_a_full_batch() -> None:
+    queue = RowQueue()
+    add_shard(queue, [32])
+    assert queue.take_full_batch(64) == []
+    add_shard(queue, [32])
+    assert len(queue.take_full_batch(64)) == 2
+
+
 # The parent: which shards of a worker that has died may be the cause.
 JOB = {"run": "r", "store": "s", "reads_fingerprint": "f"}
 
