@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import (
+    Alive,
     Child,
     Inbox,
     LocalWorkers,
@@ -243,6 +245,7 @@ class _DeafWorker(Child):
         self._set_common_attributes(spec, inbox)
         self.pid = 0
         self.taken: list[Message] = []
+        self.n_endings = 0
 
     @property
     def is_running(self) -> bool:
@@ -252,8 +255,54 @@ class _DeafWorker(Child):
         self.taken.append(message)
 
     def end(self, grace_s: float = 0.0) -> int:
+        self.n_endings += 1
         self._forget()
         return 0
+
+    def was_last_active(self, seconds_ago: float) -> None:
+        """Make it so long ago that the worker made progress and sent anything."""
+        self.last_progress_s -= seconds_ago
+        self._last_message_s -= seconds_ago
+
+
+def deaf_worker_in(pool: Any) -> _DeafWorker:
+    """Give the only device of a pool a worker that never answers."""
+    [slot] = pool._slots
+    slot.worker = worker = _DeafWorker(SPEC, Queue())
+    return worker
+
+
+def test_a_worker_without_tasks_is_ended_only_if_its_heartbeats_stop() -> None:
+    """It can make no progress, and still occupies the device if it hangs."""
+    pool: Any = Pool([SPEC], LocalWorkers("none"), keep=True)
+    worker = deaf_worker_in(pool)
+    long_ago = 2 * SPEC.engine.silence_s
+
+    worker.was_last_active(long_ago)
+    worker.on_message(Alive(last_progress_s=worker.last_progress_s))
+    pool._end_silent()
+    assert worker.n_endings == 0
+
+    worker.was_last_active(long_ago)
+    pool._end_silent()
+    assert worker.n_endings == 1
+    assert pool._slots[0].worker is None, "the next step starts another one"
+
+
+def test_a_worker_that_makes_no_progress_with_its_task_is_ended_once() -> None:
+    """Its heartbeats do not save it, and its end comes as a message later."""
+    pool: Any = Pool([SPEC], LocalWorkers("none"), keep=True)
+    worker = deaf_worker_in(pool)
+    pool._slots[0].tasks.append(TASK)
+    pool._end_silent()
+    assert worker.n_endings == 0
+
+    worker.was_last_active(2 * SPEC.engine.silence_s)
+    worker.on_message(Alive(last_progress_s=worker.last_progress_s))
+    pool._end_silent()
+    pool._end_silent()
+    assert worker.n_endings == 1
+    assert list(pool._slots[0].tasks) == [TASK], "to be sent again when the end is known"
 
 
 def test_what_is_loaded_meanwhile_does_not_delay_the_tasks(

@@ -186,6 +186,19 @@ def test_a_stopped_worker_is_an_error_however_long_it_may_load(
         next_message(workers, {child}, 1800)
 
 
+def test_a_worker_that_hangs_gets_no_time_to_end(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
+    quick = EngineSpec(heartbeat_s=0.1, silence_s=0.5)
+    child, _ = start(workers, tmp_path, engine=quick)
+    os.kill(child.pid, signal.SIGSTOP)  # a stopped process does not react to SIGTERM
+    while not child.is_silent:
+        time.sleep(0.05)
+    started_s = time.monotonic()
+    assert child.end(grace_s=60) == -signal.SIGKILL
+    assert time.monotonic() - started_s < 30
+
+
 @pytest.mark.parametrize("models", ["", "stubborn"])
 def test_ending_a_worker_takes_its_children_along(
     workers: process.LocalWorkers, tmp_path: Path, models: str
