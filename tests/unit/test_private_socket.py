@@ -234,6 +234,47 @@ def test_texts_arrive_as_they_were_sent(text: str) -> None:
         sender.join()
 
 
+def test_texts_of_several_threads_arrive_whole(
+    ends: tuple[Messages, socket.socket],
+) -> None:
+    messages, other = ends
+    texts = {letter * 1_000_000 for letter in "abc"}  # more than the system takes at once
+    senders = [threading.Thread(target=messages.send, args=(text,)) for text in texts]
+    for sender in senders:
+        sender.start()
+    receiver = Messages(other)
+    assert {receiver.receive() for _ in senders} == texts
+    for sender in senders:
+        sender.join()
+
+
+def test_a_text_that_was_sent_in_part_ends_the_connection() -> None:
+    """Otherwise the other end would take the next text for the rest of this one."""
+    ours, other = socket.socketpair()
+    with ours, other:
+        messages = Messages(ours)
+        ten_ms = struct.pack("ll", 0, 10_000)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, ten_ms)
+        with pytest.raises(BlockingIOError):
+            messages.send("x" * 3_000_000)  # more than fits into the buffer of the system
+        with pytest.raises(BrokenPipeError):
+            messages.send("next")
+        assert Messages(other).receive() is None
+
+
+def test_an_end_that_takes_nothing_counts_as_gone_after_a_minute_and_reading_waits() -> None:
+    ours, other = socket.socketpair()
+    with ours, other:
+        ours.settimeout(2.0)  # as while it was connected
+        Messages(ours)
+        assert ours.gettimeout() is None
+        limits = [
+            struct.unpack("ll", ours.getsockopt(socket.SOL_SOCKET, option, 16))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO)
+        ]
+    assert limits == [(60, 0), (0, 0)], "seconds and microseconds, 0 for no limit"
+
+
 def test_an_end_in_the_middle_of_a_text_is_an_end(
     ends: tuple[Messages, socket.socket],
 ) -> None:
