@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.damage import flip_bit
+from virnuc_core.checked_files import SEAL_BYTES
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
-from virnuc_core.engine.shards import ShardPlan, ShardResult, make_plan
+from virnuc_core.engine.shards import SHARD_SEAL, ShardPlan, ShardResult, make_plan
 from virnuc_core.errors import InputError, ShardError, StorageError
 from virnuc_core.report.cosines import cosines
 from virnuc_core.rundir import RunDir
@@ -113,6 +114,75 @@ def test_a_damaged_shard_is_detected_and_moved(run: RunDir, damage: str) -> None
     assert len(damaged_shards) == 1
     assert "shard 00000" in damaged_shards[0]
     assert len(list((run.shards / "damaged").iterdir())) == 1
+
+
+def test_a_shard_in_the_place_of_another_one_of_its_size_is_noticed(run: RunDir) -> None:
+    plan = ShardPlan(bounds=(0, 3, 6), fingerprint="f")
+    shards.write_plan(run, plan)
+    path = shards.commit(run, plan, 0, result(3))
+    os.replace(shards.commit(run, plan, 1, result(3, seed=1)), path)
+    with pytest.raises(ShardError, match="not what was committed"):
+        shards.read_scores(run, only=[0])
+    assert shards.committed(run, plan)[0] == []
+
+
+def test_a_shard_of_another_run_is_called_so(run: RunDir) -> None:
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    shards.commit(run, plan.model_copy(update={"fingerprint": "g"}), 0, result(3))
+    with pytest.raises(ShardError, match="belongs to another run"):
+        shards.read_shard(run, plan, 0)
+
+
+def test_a_shard_with_another_number_of_rows_is_no_file_of_this_shard(run: RunDir) -> None:
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    shards.commit(run, plan.model_copy(update={"bounds": (0, 2)}), 0, result(2))
+    with pytest.raises(ShardError, match="2 x 6 values of type float32, not 3 rows"):
+        shards.read_shard(run, plan, 0)
+
+
+def change_dataset(path: Path, name: str) -> None:
+    """Flip a bit of one of the numbers in the file of a shard."""
+    with h5py.File(path) as file:
+        place = file[name].id.get_offset()
+    flip_bit(path, place=place + 2, bit=0)
+
+
+def test_a_changed_score_is_noticed_although_the_seal_is_not_compared(run: RunDir) -> None:
+    """Only the scores are read here; to compare the seal, all of the file would be read."""
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    shards.write_plan(run, plan)
+    path = shards.commit(run, plan, 0, result(3))
+    change_dataset(path, "scores")
+    with pytest.raises(ShardError, match=r"not what was committed \(checksum\)"):
+        shards.read_scores(run)
+
+
+def seal_again(path: Path) -> None:
+    """Give the file of a shard the seal of its present bytes."""
+    body = path.read_bytes()[SEAL_BYTES:]
+    path.write_bytes(SHARD_SEAL.seal_of(body) + body)
+
+
+def test_a_shard_of_another_run_is_noticed_although_it_names_this_one(run: RunDir) -> None:
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    other_plan = plan.model_copy(update={"fingerprint": "g"})
+    path = shards.commit(run, other_plan, 0, result(3))
+    with h5py.File(path, "r+") as file:
+        file.attrs["fingerprint"] = "f"
+    seal_again(path)
+    with pytest.raises(ShardError, match="not what was committed"):
+        shards.read_shard(run, plan, 0)
+
+
+@pytest.mark.parametrize("name", ["embeddings", "scores"])
+def test_a_changed_dataset_is_noticed_although_the_seal_is_right(run: RunDir, name: str) -> None:
+    """As if a program had written other numbers, and then the seal of the new bytes."""
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
+    path = shards.commit(run, plan, 0, result(3))
+    change_dataset(path, name)
+    seal_again(path)
+    with pytest.raises(ShardError, match=r"not what was committed \(checksum\)"):
+        shards.read_shard(run, plan, 0)
 
 
 def test_a_damaged_file_never_replaces_an_earlier_one(run: RunDir) -> None:
@@ -334,9 +404,6 @@ def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(
 
 def test_a_flipped_bit_in_an_embedding_is_an_error_and_no_other_cosine(run: RunDir) -> None:
     many_shards(run, 3)
-    path = shards.shard_path(run, 1)
-    with h5py.File(path) as file:
-        place = file.userblock_size + file["embeddings"].id.get_offset()
-    flip_bit(path, place=place + 2, bit=0)
+    change_dataset(shards.shard_path(run, 1), "embeddings")
     with pytest.raises(InputError, match=r"00001\.h5: has other bytes than were committed"):
         cosines(run.root, run.root)
