@@ -111,6 +111,14 @@ class TrainingComposition(Spec):
         result[is_comparable] = nearest_distances(features, means, whitening) / expected
         return result
 
+    def is_far(self, distances: Floats) -> NDArray[np.bool_]:
+        """Return which reads are far from the training, [reads].
+
+        Args:
+            distances: What `read_distances` returns, [reads]. A read with NaN is not far.
+        """
+        return distances >= self.far_from
+
 
 class ComparedReads(NamedTuple):
     """The reads of a run, compared with the training."""
@@ -271,7 +279,7 @@ def compare_reads(store: OrfStore, composition: TrainingComposition) -> Compared
         composition: The composition of the training data.
     """
     distances = read_distances(store, composition)
-    is_far = distances >= composition.far_from  # NaN is not far
+    is_far = composition.is_far(distances)
     sample = judge_sample(composition, distances)
     return ComparedReads(is_far, sample, tuple(composition.kinds))
 
@@ -350,7 +358,7 @@ def judge_sample(composition: TrainingComposition, distances: Floats) -> SampleF
         distances: What `read_distances` returns, [reads]; reads with NaN are not counted.
     """
     compared = distances[~np.isnan(distances)]
-    n_far = int((compared >= composition.far_from).sum())
+    n_far = int(composition.is_far(compared).sum())
     share = n_far / max(1, len(compared))
     mean_distance = 0.0
     if len(compared):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from virnuc_core.encoders.composition import (
     judge_sample,
     nearest_distances,
     read_composition,
+    read_distances,
     unique_distances,
     write_composition,
 )
@@ -151,6 +152,53 @@ def test_a_read_has_the_mean_of_its_nearest_frames() -> None:
     reads = np.array([4, 4, 4, 6, 6, 9])
     expected = [(1.0 + 5.0) / 2, np.nan, 7.0]
     np.testing.assert_array_equal(distances_by_group(distances, chunks, reads), expected)
+
+
+def test_frames_that_cannot_be_compared_do_not_count() -> None:
+    """Neither beside other frames of their chunk, nor as a chunk of their own."""
+    distances = np.array([np.nan, 3.0, 2.0, np.nan, np.nan, 4.0])
+    chunks = np.array([0, 0, 1, 1, 2, 3])
+    reads = np.zeros(6, np.int64)
+    assert distances_by_group(distances, chunks, reads).tolist() == [(3.0 + 2.0 + 4.0) / 3]
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 10])
+def test_reads_have_the_same_distance_wherever_blocks_of_rows_end(
+    block_rows: int,
+    tmp_path: Path,
+    composition: TrainingComposition,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(4)
+    reads = ["".join(rng.choice(list("ACGT"), 360)) for _ in range(10)]
+    path = tmp_path / "reads.fasta"
+    path.write_text("".join(f">{i}\n{read}\n" for i, read in enumerate(reads)))
+    stage(StageSpec(reads=(str(path),), model_length=120), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    monkeypatch.setattr("virnuc_core.encoders.composition.BLOCK_ROWS", block_rows)
+
+    frame_distances = unique_distances(store, composition)
+    frames: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for read, chunk, unique in zip(store.row_read, store.row_chunk, store.row_unique, strict=True):
+        frames[read, chunk].append(frame_distances[unique])
+    chunks: dict[int, list[float]] = defaultdict(list)
+    for (read, _), distances in frames.items():
+        chunks[read].append(min(distances))
+    expected = [np.mean(chunks[read]) if read in chunks else np.nan for read in range(10)]
+    assert np.isfinite(expected).sum() > 5
+    np.testing.assert_allclose(read_distances(store, composition), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n_codons", "is_compared"), [(31, False), (32, True), (75, True), (76, False)]
+)
+def test_frames_a_quarter_shorter_or_longer_than_the_training_are_compared(
+    n_codons: int, is_compared: bool, composition: TrainingComposition
+) -> None:
+    """The training has frames of 40 to 60 codons: 40 / 1.25 = 32, and 60 * 1.25 = 75."""
+    codons = np.zeros((1, N_CODONS))
+    codons[0, 0] = n_codons
+    assert np.isfinite(composition.distances(codons)).tolist() == [is_compared]
 
 
 @pytest.mark.parametrize(
