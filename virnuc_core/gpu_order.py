@@ -47,12 +47,12 @@ def recall_order(
         if isinstance(content, dict) and content.get("conditions") == conditions:
             order = content.get("order")
             if _is_order(order, uuids):
-                return list(order)
+                return order
     return None
 
 
 def remember_order(
-    order: Sequence[str],
+    order: list[str],
     uuids: Sequence[str],
     driver: str,
     environment: Mapping[str, str] = os.environ,
@@ -70,7 +70,7 @@ def remember_order(
     # RuntimeError: nothing names the home directory
     with suppress(OSError, VirnucError, RuntimeError):
         conditions = _conditions(uuids, driver, environment)
-        text = json.dumps({"conditions": conditions, "order": list(order)})
+        text = json.dumps({"conditions": conditions, "order": order})
         write_text_atomically(_path(conditions), text)
 
 
@@ -104,10 +104,15 @@ def _path(conditions: Mapping[str, Any]) -> Path:
     return Path(CACHE).expanduser() / f"{name}.json"
 
 
-def _is_order(order: object, uuids: Sequence[str]) -> TypeGuard[Sequence[str]]:
+def _is_order(order: object, uuids: Sequence[str]) -> TypeGuard[list[str]]:
     """Return whether a value is a list of different GPUs of the driver, at least one."""
-    if not isinstance(order, Sequence) or isinstance(order, str) or not order:
+    if not isinstance(order, list):
         return False
-    if not all(isinstance(uuid, str) for uuid in order):
+    if not all(isinstance(uuid, str) for uuid in order):  # a set can only hold simple values
         return False
-    return len(set(order)) == len(order) and set(order).issubset(uuids)
+    distinct_uuids = set(order)
+    if len(distinct_uuids) < len(order):
+        return False
+    if not distinct_uuids.issubset(uuids):
+        return False
+    return len(order) > 0

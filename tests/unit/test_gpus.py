@@ -242,8 +242,6 @@ def test_slices_of_gpus_are_never_remembered(cuda: AskedCuda) -> None:
         "\udc80",
         '{"order": null}',
         "null",
-        "GPU-cccc",  # no GPU of the driver
-        "GPU-bbbb",  # one GPU twice
     ],
 )
 def test_a_damaged_file_of_the_order_means_that_cuda_is_asked(
@@ -251,11 +249,31 @@ def test_a_damaged_file_of_the_order_means_that_cuda_is_asked(
 ) -> None:
     visible_uuids()
     [file] = home.glob(".cache/virnuc/gpu-order/*.json")
-    if damage.startswith("GPU-"):
-        content = json.loads(file.read_text())
-        content["order"][1] = damage
-        damage = json.dumps(content)
     file.write_text(damage, errors="surrogateescape")
+    assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
+    assert cuda.count == 2
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["GPU-bbbb", "GPU-cccc"],  # no GPU of the driver
+        ["GPU-bbbb", "GPU-bbbb"],  # one GPU twice
+        [],
+        [["GPU-bbbb"], ["GPU-aaaa"]],
+        {"GPU-bbbb": 0, "GPU-aaaa": 1},
+        None,
+    ],
+    ids=str,
+)
+def test_an_order_that_no_cuda_gives_means_that_cuda_is_asked(
+    order: object, cuda: AskedCuda, home: Path
+) -> None:
+    visible_uuids()
+    [file] = home.glob(".cache/virnuc/gpu-order/*.json")
+    content = json.loads(file.read_text())
+    content["order"] = order
+    file.write_text(json.dumps(content))
     assert visible_uuids() == ["GPU-bbbb", "GPU-aaaa"]
     assert cuda.count == 2
 
