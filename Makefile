@@ -19,7 +19,7 @@ test test-slow: export OMP_NUM_THREADS := 1
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
-	@echo "make test      the quick tests, 5 to 8 minutes       make test-slow  servers, schedules, many killed runs"
+	@echo "make test      the quick tests, 5.5 minutes          make test-slow  servers, schedules, many killed runs"
 	@echo "make check     format, lint, types, quick tests     make lines      size and structure of the source"
 	@echo "make audit     known vulnerabilities of the versions make requirements  the same versions, with hashes"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
