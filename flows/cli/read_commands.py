@@ -33,6 +33,7 @@ def simulate(settings: SimulateSettings) -> None:
         f"{simulation.viral_reads:,} viral, of {genomes} genomes"
     )
     print(f"{simulation.truth_file}: what each read is")
+    print(f"{simulation.genomes_file}: the genomes")
 
 
 def sample(

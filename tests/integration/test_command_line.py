@@ -350,7 +350,10 @@ def test_simulate_writes_the_asked_number_of_reads_and_the_truth_of_each(
     assert run_inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny").code == 0
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
         assert len(handle.readlines()) == 4 * 10
-    assert "1,000 reads" in run_inside(capsys, "simulate", tmp_path / "usual.fasta").out
+    usual = run_inside(capsys, "simulate", tmp_path / "usual.fasta").out
+    assert "1,000 reads" in usual
+    named_files = [Path(line.partition(": ")[0]) for line in usual.splitlines()]
+    assert sorted(named_files) == sorted(tmp_path.glob("usual.*"))
     outcome = run_inside(capsys, "simulate", tmp_path / "r.fasta", "--reads", "20", "--force")
     assert outcome.code == 0
     header, *rows = (tmp_path / "r.truth.tsv").read_text().splitlines()

@@ -126,13 +126,21 @@ def report_body(report: Report) -> str:
     """Return the report in Markdown without the front matter."""
     return fill_template(
         "body.md.j2",
-        title=report.profile.title,
+        title=report_title(report),
         overall=overall_verdict(report),
         counts=verdict_counts(report),
         criteria=criteria_text(report),
         sections=sections_markdown(report_sections(report)),
         summary=summary_text(report),
     )
+
+
+def report_title(report: Report) -> str:
+    """Return the title of a report, in which the title of the profile is marked as such.
+
+    A profile may be named after other devices or other numbers of reads than those of the run.
+    """
+    return f"Validation by the criteria of “{report.profile.title}”"
 
 
 def benchmark_markdown(report: Report) -> str:
@@ -309,7 +317,7 @@ def report_html(report: Report) -> str:
     commit = report.provenance.git_commit or "unknown"
     page = ReportPage(
         generator=GENERATOR,
-        title=report.profile.title,
+        title=report_title(report),
         overall=overall_verdict(report),
         counts=verdict_counts(report),
         profile=report.profile.name,

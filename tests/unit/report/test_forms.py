@@ -426,3 +426,11 @@ def test_the_contents_of_the_page_lead_to_every_closed_part(report: Report) -> N
     assert targets == ids
     assert len(closed_parts) == len(targets) > 8
     assert not any("open" in attributes for attributes in closed_parts)
+
+
+def test_the_title_says_that_the_profile_may_be_of_other_devices(report: Report) -> None:
+    profile = report.profile.model_copy(update={"title": "1 M reads on 2x RTX 4090"})
+    forms = render(report.model_copy(update={"profile": profile}))
+    title = "Validation by the criteria of “1 M reads on 2x RTX 4090”"
+    assert f"<h1>{title}</h1>" in forms["report.html"]
+    assert f"\n# {title}\n" in forms["report.md"]
