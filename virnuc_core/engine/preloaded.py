@@ -25,7 +25,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
-from virnuc_core.command_handover import EXITED, KILLED, message, take_over
+from virnuc_core.command_handover import (
+    EXITED,
+    INTERRUPTED,
+    KILLED,
+    format_message,
+    take_over,
+)
 from virnuc_core.engine.borrowed import refusal_of_identity
 from virnuc_core.private_socket import Messages, frame
 from virnuc_core.process_facts import process_facts
@@ -40,7 +46,6 @@ MAX_FACTS_BYTES: Final = 1 << 16
 REQUEST: Final = b"connection"  # a message to the process; the connection comes with it
 LOADING: Final = "the program is being loaded"
 FAILURE: Final = 1  # exit code
-INTERRUPTED: Final = 130
 
 
 class PreloadedProcess:
@@ -258,7 +263,7 @@ class _ChildHost:
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         """Tell a terminal process to run its command itself."""
-        _send_at_once(connection, message("Refused", reason=reason))
+        _send_at_once(connection, format_message("Refused", reason=reason))
         connection.close()
 
     def _close_control(self) -> None:
@@ -282,9 +287,9 @@ class _ChildHost:
         _, status = os.waitpid(pid, 0)
         connection = self._connections.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        text = message(EXITED, code=code)
+        text = format_message(EXITED, code=code)
         if code < 0:
-            text = message(KILLED, signal=-code)
+            text = format_message(KILLED, signal=-code)
         _send_at_once(connection, text)
         connection.close()
 
@@ -310,7 +315,7 @@ def run_child(connection: socket.socket, run: Callable[[], int]) -> NoReturn:
         if take_over(messages):
             code = _run_to_end(run)
             with suppress(OSError):
-                messages.send(message(EXITED, code=code))
+                messages.send(format_message(EXITED, code=code))
     except KeyboardInterrupt:  # before the command could handle it
         code = INTERRUPTED
     except OSError:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,12 @@ import pytest
 
 from tests.process_lookup import has_ended
 from virnuc_core import command_handover, process_facts
-from virnuc_core.command_handover import TerminalProcess, message, parse
+from virnuc_core.command_handover import (
+    ProcessState,
+    TerminalProcess,
+    format_message,
+    parse_message,
+)
 from virnuc_core.engine.preloaded import _loaded_files, _state_of
 from virnuc_core.engine.worker_server import WorkerServer
 from virnuc_core.private_socket import Messages, Peer, PrivateListener, connect
@@ -202,8 +207,8 @@ def test_a_signal_is_not_lost_if_the_handover_breaks_off(monkeypatch: pytest.Mon
 
     terminal_process = TerminalProcess(cast(Messages, BrokenConnection()), Peer(pid=1, uid=0))
     child = subprocess.Popen(["sleep", "60"])
-    terminal_process._child = os.pidfd_open(child.pid)
-    monkeypatch.setattr(terminal_process, "_hand_over", lambda _handles: True)
+    terminal_process._child_handle = os.pidfd_open(child.pid)
+    monkeypatch.setattr(terminal_process, "_hand_over", lambda _resources: True)
     try:
         assert terminal_process.run() is None
     finally:
@@ -379,8 +384,8 @@ def refusal_of(server: Server, facts: dict[str, str]) -> str:
     found = connect(server.folder)
     assert found is not None
     connection, _ = found
-    connection.send(message("RunCommand", facts=fits))
-    name, fields = parse(connection.receive(PATIENCE_S))
+    connection.send(format_message("RunCommand", facts=fits))
+    name, fields = parse_message(connection.receive(PATIENCE_S))
     connection.release()
     assert name == "Refused"
     return str(fields["reason"])
@@ -390,7 +395,8 @@ def test_a_process_without_the_right_to_a_higher_limit_runs_its_command_itself(
     tmp_path: Path,
 ) -> None:
     """Root may raise limits, so the refusal is provoked by a limit that nobody may have."""
-    state = command_handover.own_state() | {"limits": {"RLIMIT_NOFILE": [1 << 40, 1 << 40]}}
+    impossible_limits = {"RLIMIT_NOFILE": [1 << 40, 1 << 40]}
+    state = replace(ProcessState.of_this_process(), limits=impossible_limits)
     own, other = socket.socketpair()
     handles = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
     handles.append(os.open(tmp_path, os.O_RDONLY))
@@ -402,9 +408,10 @@ def test_a_process_without_the_right_to_a_higher_limit_runs_its_command_itself(
             os._exit(int(command_handover.take_over(Messages(other))))
         other.close()
         terminal = Messages(own)
-        assert parse(terminal.receive(PATIENCE_S)) == ("Child", {"pid": pid})
-        terminal.send_handles(message("Handover", **state), [*handles, life_end.fileno()])
-        name, _ = parse(terminal.receive(PATIENCE_S))
+        assert parse_message(terminal.receive(PATIENCE_S)) == ("Child", {"pid": pid})
+        handover = format_message("Handover", state=asdict(state))
+        terminal.send_handles(handover, [*handles, life_end.fileno()])
+        name, _ = parse_message(terminal.receive(PATIENCE_S))
         assert name == "Refused"
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     for handle in handles:
@@ -417,22 +424,21 @@ def test_a_child_does_not_begin_before_the_last_word(server: Server, tmp_path: P
     assert found is not None
     connection, _ = found
     facts = current_facts() | {"PYTHONPATH": str(ROOT)}
-    connection.send(message("RunCommand", facts=facts))
-    name, fields = parse(connection.receive(PATIENCE_S))
+    connection.send(format_message("RunCommand", facts=facts))
+    name, fields = parse_message(connection.receive(PATIENCE_S))
     assert name == "Child", fields
     child = psutil.Process(fields["pid"])
     output = tmp_path / "output"
     life, life_end = socket.socketpair()
     with output.open("w") as file, life, life_end:
-        state = command_handover.own_state() | {"words": ["toy", "code", "0"]}
+        state = replace(ProcessState.of_this_process(), arguments=["toy", "code", "0"])
+        handover = format_message("Handover", state=asdict(state))
         with Path(os.devnull).open() as nothing:
             folder = os.open("/", os.O_RDONLY)
             streams = [nothing.fileno(), file.fileno(), file.fileno()]
-            connection.send_handles(
-                message("Handover", **state), [*streams, folder, life_end.fileno()]
-            )
+            connection.send_handles(handover, [*streams, folder, life_end.fileno()])
             os.close(folder)
-        assert parse(connection.receive(PATIENCE_S))[0] == "Accepted"
+        assert parse_message(connection.receive(PATIENCE_S))[0] == "Accepted"
         connection.release()
         wait_for(lambda: has_ended(child), "the end of the child")
     assert output.read_text() == ""
