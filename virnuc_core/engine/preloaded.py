@@ -1,8 +1,8 @@
-"""A process that has loaded the program, and forks a child for each command of the user.
+"""Keeps a process that has loaded the program, and that forks a child for each command of the user.
 
-`virnuc serve` holds it (`PreloadedProcess`). The process itself (`keep`) has one thread, uses no
-GPU, and runs no command. Each child runs one command, as if the user's own process did; see
-`virnuc_core.command_handover`.
+In the server (`virnuc serve`), a `PreloadedProcess` stands for it. In the process itself,
+`run_preloaded_process` is the program. It has one thread, uses no GPU, and runs no command. Each
+child runs one command, as if the user's own process did; see `virnuc_core.command_handover`.
 """
 
 import atexit
@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -40,10 +41,12 @@ from virnuc_core.rundir import parent_bound_command
 log = logging.getLogger(__name__)
 
 PROGRAM: Final = (
-    "from virnuc_core.engine.preloaded import keep; keep(sys.argv[1], int(sys.argv[2]))"
+    "from virnuc_core.engine.preloaded import run_preloaded_process; "
+    "run_preloaded_process(sys.argv[1], int(sys.argv[2]))"
 )
 MAX_FACTS_BYTES: Final = 1 << 16
-REQUEST: Final = b"connection"  # a message to the process; the connection comes with it
+# A message of the server to the process. The connection of a terminal process comes with it.
+REQUEST: Final = b"connection"
 LOADING: Final = "the program is being loaded"
 FAILURE: Final = 1  # exit code
 
@@ -70,12 +73,15 @@ class PreloadedProcess:
         self._control: socket.socket | None = None
         # What a command must have in common with the process; None until it has loaded the program.
         self._facts: dict[str, str] | None = None
-        self._used_s = 0.0  # when it was ready or got its last command, `time.monotonic()`
+        # When it was ready or got its last command, `time.monotonic()`
+        self._last_use_s = 0.0
 
     @property
     def pid(self) -> int | None:
-        """Return the number of the process; None if there is none."""
-        return None if self._process is None else self._process.pid
+        """Return the process id; None if there is no process."""
+        if self._process is None:
+            return None
+        return self._process.pid
 
     def start(self) -> None:
         """Start the process, if there is none.
@@ -84,19 +90,19 @@ class PreloadedProcess:
             OSError: The system does not allow it.
         """
         with self._lock:
-            self._notice_end()
+            self._update()
             if self._process is None:
                 self._start_in_thread(self._start)
 
     def _start(self) -> None:
         """Start the process. This is called in the thread that lives as long as the server."""
-        own_end, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_end.setblocking(False)
-        with other_end:
-            number = other_end.fileno()
+        with process_end:
+            handle = process_end.fileno()
             self._process = subprocess.Popen(
-                parent_bound_command(PROGRAM, self._module, str(number)),
-                pass_fds=(number,),
+                parent_bound_command(PROGRAM, self._module, str(handle)),
+                pass_fds=(handle,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -105,19 +111,20 @@ class PreloadedProcess:
         self._control = own_end
 
     def hand_over(self, facts: Mapping[str, str], connection: int) -> str:
-        """Give the connection of a terminal process to the process, if it can take it.
+        """Give the connection of a terminal process to the preloaded process, if it can take it.
 
-        If it is not there, it is started for the next time.
+        If there is no preloaded process, one is started, which can take the next connection.
 
         Args:
             facts: Those of the terminal process; see `process_facts`.
             connection: The handle of its connection. The caller closes it afterwards.
 
         Returns:
-            Why not; an empty text if it has the connection now, and answers there.
+            The reason why the connection was not given; an empty text if it was. Then a child
+            answers to the terminal process.
         """
         with self._lock:
-            self._notice_end()
+            self._update()
             try:
                 if self._control is None:
                     self._start_in_thread(self._start)
@@ -129,21 +136,21 @@ class PreloadedProcess:
                 socket.send_fds(self._control, [REQUEST], [connection])
             except (OSError, RuntimeError) as error:  # it has ended, or the server ends
                 return str(error)
-            self._used_s = time.monotonic()
+            self._last_use_s = time.monotonic()
             return ""
 
-    def _notice_end(self) -> None:
-        """Notice whether the process is ready, or has ended."""
+    def _update(self) -> None:
+        """Find out whether the process has become ready, or has ended, since the last call."""
         if self._control is None or self._process is None:
             return
         try:
             content = self._control.recv(MAX_FACTS_BYTES)
-            self._facts = json.loads(content)  # nothing if the process has ended
-        except BlockingIOError:
+            self._facts = json.loads(content)
+        except BlockingIOError:  # it has said nothing new
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # it has ended: the content is empty, which is no JSON
             self._forget()
-        self._used_s = time.monotonic()
+        self._last_use_s = time.monotonic()
 
     def _forget(self) -> None:
         """Close the connection to the process. It ends when its last child has ended."""
@@ -168,19 +175,20 @@ class PreloadedProcess:
             idle_s: The time in seconds.
 
         Returns:
-            Whether it was ended now.
+            True if it was let end by this call.
         """
         with self._lock:
-            self._notice_end()
-            is_unused = time.monotonic() - self._used_s > idle_s
-            if self._facts is None or not is_unused:
+            self._update()
+            is_loading_or_gone = self._facts is None
+            is_unused = time.monotonic() - self._last_use_s > idle_s
+            if is_loading_or_gone or not is_unused:
                 return False
             self._forget()
             return True
 
 
-def keep(module_name: str, control: int) -> None:
-    """Load the program, and fork a child for each command. This is the preloaded process.
+def run_preloaded_process(module_name: str, control: int) -> None:
+    """Load the program, and fork a child for each command, until the server ends.
 
     Args:
         module_name: The module with the functions `load` and `run`.
@@ -191,11 +199,24 @@ def keep(module_name: str, control: int) -> None:
     host.serve()
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningChild:
+    """A child that runs a command.
+
+    Attributes:
+        pid: Its process id.
+        connection: The connection to its terminal process, which hears how the child ends.
+    """
+
+    pid: int
+    connection: socket.socket
+
+
 class _ChildHost:
-    """The preloaded process, as it sees itself."""
+    """Loads the program and forks the children. This is the work of the preloaded process."""
 
     def __init__(self, module: ModuleType, control: socket.socket) -> None:
-        """Prepare.
+        """Prepare. Nothing is loaded yet.
 
         Args:
             module: Has the functions `load` and `run`.
@@ -203,15 +224,14 @@ class _ChildHost:
         """
         self._module = module
         self._control: socket.socket | None = control
-        self._connections: dict[int, socket.socket] = {}  # by the number of the child
-        self._children: dict[int, int] = {}  # numbers of the children by their handles
+        self._children: dict[int, _RunningChild] = {}  # by a pidfd, by which its end is noticed
 
     def load(self) -> None:
         """Load the program, and tell the server."""
         self._module.load()
         assert threading.active_count() == 1, "a child has no copy of another thread"
         self._files = _loaded_files(self._module.PROGRAM_FOLDERS)
-        self._state = _state_of(self._files)
+        self._file_states = _file_states(self._files)
         # Objects that no child looks at again stay in memory that all of them share.
         gc.collect()
         gc.freeze()
@@ -246,7 +266,7 @@ class _ChildHost:
             self._close_control()
             return
         connection = socket.socket(fileno=handles[0])
-        if _state_of(self._files) != self._state:
+        if _file_states(self._files) != self._file_states:
             self._close_control()  # the server starts another process
             self._refuse(connection, "the program or one of its packages was changed")
             return
@@ -258,8 +278,7 @@ class _ChildHost:
         if pid == 0:
             self._close_copies()
             run_child(connection, self._module.run)
-        self._children[os.pidfd_open(pid)] = pid
-        self._connections[pid] = connection
+        self._children[os.pidfd_open(pid)] = _RunningChild(pid, connection)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         """Tell a terminal process to run its command itself."""
@@ -273,29 +292,28 @@ class _ChildHost:
         self._control = None
 
     def _close_copies(self) -> None:
-        """Close what a new child has got of this process."""
+        """Close what a new child has inherited from this process and must not keep open."""
         self._close_control()
-        for handle in self._children:
+        for handle, child in self._children.items():
             os.close(handle)
-        for connection in self._connections.values():
-            connection.close()
+            child.connection.close()
 
     def _report_end(self, handle: int) -> None:
         """Tell the terminal process of a child how the child has ended."""
-        pid = self._children.pop(handle)
+        child = self._children.pop(handle)
         os.close(handle)
-        _, status = os.waitpid(pid, 0)
-        connection = self._connections.pop(pid)
+        _, status = os.waitpid(child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        text = format_message(EXITED, code=code)
-        if code < 0:
+        if code >= 0:
+            text = format_message(EXITED, code=code)
+        else:
             text = format_message(KILLED, signal=-code)
-        _send_at_once(connection, text)
-        connection.close()
+        _send_at_once(child.connection, text)
+        child.connection.close()
 
 
 def _send_at_once(connection: socket.socket, text: str) -> None:
-    """Send a short message, if the other end is there and takes it without waiting."""
+    """Send a short message, unless the other end is gone or would have to be waited for."""
     with suppress(OSError):
         connection.send(frame(text), socket.MSG_DONTWAIT)
 
@@ -363,9 +381,13 @@ def _exit_code(value: Any) -> int:
 
 
 def _loaded_files(program_folders: Iterable[Path]) -> list[str]:
-    """Return the files of all loaded modules and of the program, and the folders of packages.
+    """Return all files and folders that change when the loaded program does.
 
-    A package that is installed or removed changes its folder.
+    These are the files of the loaded modules and of the program, and the folders in which Python
+    looks for packages. A package that is installed or removed changes such a folder.
+
+    Args:
+        program_folders: The folders of the program. All files in them count, also templates.
     """
     files = {path for path in sys.path if path}
     for module in list(sys.modules.values()):
@@ -379,8 +401,8 @@ def _loaded_files(program_folders: Iterable[Path]) -> list[str]:
     return sorted(files)
 
 
-def _state_of(files: Iterable[str]) -> list[tuple[int, int] | None]:
-    """Return the size and the time of each file; None for one that is not there."""
+def _file_states(files: Iterable[str]) -> list[tuple[int, int] | None]:
+    """Return the size and the time of change of each file; None for a file that is not there."""
     states: list[tuple[int, int] | None] = []
     for path in files:
         try:

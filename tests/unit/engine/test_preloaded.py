@@ -33,7 +33,7 @@ from virnuc_core.command_handover import (
     format_message,
     parse_message,
 )
-from virnuc_core.engine.preloaded import _loaded_files, _state_of
+from virnuc_core.engine.preloaded import _file_states, _loaded_files
 from virnuc_core.engine.worker_server import WorkerServer
 from virnuc_core.private_socket import Messages, Peer, PrivateListener, connect
 
@@ -134,7 +134,7 @@ def wait_until_ready(server: WorkerServer) -> None:
 
     def is_ready() -> bool:
         with preloaded._lock:
-            preloaded._notice_end()
+            preloaded._update()
             return preloaded._facts is not None
 
     wait_for(is_ready, "the preloaded process")
@@ -515,15 +515,15 @@ def test_a_changed_removed_or_new_package_is_noticed(
     template = program / "page.html"
     template.write_text("page")
     files = _loaded_files([program])
-    state = _state_of(files)
-    assert _state_of(files) == state
+    state = _file_states(files)
+    assert _file_states(files) == state
     template.write_text("another page")
-    changed = _state_of(files)
+    changed = _file_states(files)
     assert changed != state
     (tmp_path / "package.dist-info").mkdir()
-    assert _state_of(files) != changed
+    assert _file_states(files) != changed
     template.unlink()
-    assert None in _state_of(files)
+    assert None in _file_states(files)
 
 
 def test_limits_of_control_groups_are_found_with_their_group(tmp_path: Path) -> None:
