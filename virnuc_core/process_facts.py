@@ -1,7 +1,7 @@
-"""What two processes must have in common to give the same files under the same limits.
+"""Returns what two processes must have in common to give the same files under the same limits.
 
-`virnuc serve` compares these facts before another process computes for a run. Little is imported
-here, because every `virnuc predict` imports this module first.
+`virnuc serve` compares these facts before a process of the server works for a run. Little is
+imported here, because every `virnuc predict` imports this module first.
 """
 
 import os
@@ -12,7 +12,8 @@ from typing import Final
 
 import virnuc_core
 
-# Beginnings of variables that change what or how a worker computes. The server's must be the same.
+# Beginnings of the names of environment variables that change what a worker computes, or how. They
+# must have the same values in the server and in the run.
 WORKER_VARIABLES: Final = (
     *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_"),
     *("PYTHONHOME", "PYTHONPATH", "TORCH", "TRITON_", "TMPDIR", "GLIBC_TUNABLES"),
@@ -23,8 +24,8 @@ WORKER_VARIABLES: Final = (
     # A batch job has limits of its own. A worker outside the job would not keep to them.
     *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
 )
-# Further ones that are read when Python starts or when a package is imported. A child of a process
-# that has started already cannot take them over.
+# The same for variables that are read when Python starts or when a package is imported. A child of
+# a process that has started already cannot take them over.
 START_VARIABLES: Final = (
     *("PYTHON", "_PYTHON", "HOME", "LANG", "LC_", "LOCPATH", "MALLOC_", "OPENSSL_"),
     *("NPY_", "NUMPY_", "PANDAS_", "PSUTIL_", "PYDANTIC_", "SETUPTOOLS_"),
@@ -34,7 +35,7 @@ STATUS_LINES: Final = (
     *("Uid", "Gid", "Groups", "Umask", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
     *("NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed"),
 )
-# Files with the limits of a control group, and what stands in them if there is no limit
+# Files with the limits of a control group, and their content if there is no limit
 GROUP_LIMITS: Final = {
     "memory.max": "max",
     "memory.high": "max",
@@ -47,19 +48,17 @@ GROUP_LIMITS: Final = {
 def process_facts() -> dict[str, str]:
     """Return what must be equal for a command to run in a child of another process.
 
-    What a child can take over is not among it: the streams, the working directory, all other
-    limits, the priority, and all other environment variables.
+    The child can take over everything else from the terminal process
+    (`virnuc_core.command_handover.ProcessState`), so that it need not be equal.
+
+    Returns:
+        Texts by the names that are shown to the user.
     """
-    flags = {}
-    for name in type(sys.flags).__match_args__:
-        # `safe_path` tells whether the folder of the script is searched for modules. It has none.
-        if name != "safe_path":
-            flags[name] = getattr(sys.flags, name)
     facts = {
         "version": virnuc_core.__version__,
         "program": str(Path(virnuc_core.__file__).resolve()),
         "Python": f"{sys.prefix} {sys.version}",
-        "options of Python": f"{flags} {sys._xoptions} {sys.warnoptions}",
+        "options of Python": f"{python_flags()} {sys._xoptions} {sys.warnoptions}",
         "unbuffered output": str(getattr(sys.__stdout__, "write_through", "")),
         "root folder": str(Path("/proc/self/root").readlink()),
         "control group": control_group_limits(),
@@ -78,6 +77,19 @@ def process_facts() -> dict[str, str]:
     return facts
 
 
+def python_flags() -> dict[str, int]:
+    """Return the options with which Python was started, by name.
+
+    `safe_path` is left out. It tells whether modules are looked for in the folder of the script,
+    which has none.
+    """
+    flags = {}
+    for name in type(sys.flags).__match_args__:
+        if name != "safe_path":
+            flags[name] = getattr(sys.flags, name)
+    return flags
+
+
 def memory_limits() -> str:
     """Return the limits of the memory of this process (`ulimit -v` and `ulimit -d`).
 
@@ -92,27 +104,31 @@ def memory_limits() -> str:
 def control_group_limits(root: str = "/sys/fs/cgroup", groups: str | None = None) -> str:
     """Return the limits of memory, cores and disk that the control groups of this process set.
 
-    Two terminals of a user are usually in groups of different names, and without such limits.
+    Two terminals of a user are usually in groups of different names. So the names alone must not
+    count, only groups that set a limit.
 
     Args:
-        root: Where the control groups are seen as folders.
-        groups: The text of `/proc/self/cgroup`; None reads it.
+        root: The folder in which the system shows the control groups.
+        groups: The text of `/proc/self/cgroup`. None reads it.
 
     Returns:
-        The limits, each with its group. Without the unified hierarchy (version 2) the limits are
-        not looked for. Then it is the text of the groups, which is equal within one group only.
+        The limits, each with its group. With version 1 of control groups, or if a group cannot be
+        seen, the limits are not known. Then this is `groups`, so that only processes of the same
+        group are equal.
     """
     if groups is None:
         groups = read_system_file("/proc/self/cgroup")
     path = groups.strip().removeprefix("0::/")
-    is_unified = groups.startswith("0::/") and "\n" not in path
-    # Beginning with `..`, a group outside of what this namespace shows
-    if not is_unified or ".." in path or not Path(f"{root}/cgroup.controllers").is_file():
+    is_version_2 = groups.startswith("0::/") and "\n" not in path
+    is_outside_namespace = ".." in path
+    is_mounted = Path(f"{root}/cgroup.controllers").is_file()
+    if not is_version_2 or is_outside_namespace or not is_mounted:
         return groups
-    limits = []
+    # The group, and all groups that contain it. The text is empty for the outermost one.
     names = path.split("/") if path else []
-    for depth in range(len(names) + 1):
-        group = "/".join(names[:depth])
+    nested_groups = ["/".join(names[:depth]) for depth in range(len(names) + 1)]
+    limits = []
+    for group in nested_groups:
         for file_name, unlimited in GROUP_LIMITS.items():
             value = read_system_file(f"{root}/{group}/{file_name}").strip()
             if value not in ("", unlimited):

@@ -1,14 +1,17 @@
-"""Lets the user's `virnuc serve` run a command, if it can. Little is imported before that."""
+"""Lets the user's `virnuc serve` run the command of this process, if it can.
+
+Little is imported before that, because the saved imports are the gain.
+"""
 
 import os
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-# Paths that lead elsewhere in another process
+# Paths that lead to another file in another process
 OWN_PATHS: Final = ("/dev/fd/", "/proc/self", "/proc/thread-self")
-NO_WORDS: Final = ("", "0", "f", "false", "n", "no")  # as cyclopts reads a variable of a flag
+# Values of an environment variable that switch a flag off, as cyclopts reads them
+FALSE_VALUES: Final = ("", "0", "f", "false", "n", "no")
 
 
 def run_in_server(words: Sequence[str]) -> int | None:
@@ -58,7 +61,7 @@ def _hand_over() -> int | None:
 def may_be_handed_over(words: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return true if another process may run a command line.
 
-    These are predictions without Prefect, on this machine.
+    It may run predictions without Prefect, on this machine, unless the user has switched it off.
 
     Args:
         words: The words after `virnuc`.
@@ -66,29 +69,44 @@ def may_be_handed_over(words: Sequence[str], environment: Mapping[str, str]) -> 
     """
     if words[:1] != ["predict"]:
         return False
-    no_prefect = environment.get("VIRNUC_NO_PREFECT", "").lower() not in NO_WORDS
+    no_prefect = environment.get("VIRNUC_NO_PREFECT", "").lower() not in FALSE_VALUES
     if "--no-prefect" not in words and not no_prefect:
         return False
-    is_off = environment.get("VIRNUC_SERVE") == "off"
-    for position, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name == "--serve":
-            is_off = (value or "".join(words[position + 1 : position + 2])) == "off"
-        if name == "--cluster" or any(path in word for path in OWN_PATHS):
+    for word in words:
+        option, _, _ = word.partition("=")
+        if option == "--cluster" or any(path in word for path in OWN_PATHS):
             return False
-    return not is_off
+    return _serve_mode(words, environment) != "off"
+
+
+def _serve_mode(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the value of `--serve` or its variable; an empty text if there is none.
+
+    If the option is there more than once, the last one counts.
+    """
+    mode = environment.get("VIRNUC_SERVE", "")
+    for position, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option == "--serve":
+            next_words = words[position + 1 : position + 2]
+            mode = value or "".join(next_words)
+    return mode
 
 
 def _has_streams(words: Sequence[str]) -> bool:
     """Return true if the three standard streams are open, and can be given to another process.
 
-    Only the process group in the foreground may read from a terminal.
+    A command that reads from a terminal cannot give it away: only a process of the group in the
+    foreground may read there, and the child is none.
+
+    Args:
+        words: The words after `virnuc`. With `-` the command reads standard input.
     """
-    for number in (0, 1, 2):
+    for handle in (0, 1, 2):
         try:
-            status = os.fstat(number)
-        except OSError:
+            os.fstat(handle)
+        except OSError:  # it is closed
             return False
-        if number == 0 and "-" in words and stat.S_ISCHR(status.st_mode) and os.isatty(number):
-            return False
+    if "-" in words and os.isatty(0):
+        return False
     return sys.stdin is not None

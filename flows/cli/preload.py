@@ -1,4 +1,4 @@
-"""What a preloaded process of `virnuc serve` loads, and what its children run."""
+"""Loads the program in the preloaded process of `virnuc serve`, and runs a command in a child."""
 
 import importlib
 from contextlib import suppress
@@ -28,13 +28,13 @@ MODULES: Final = (
     "virnuc_core.telemetry.log",
     "virnuc_core.telemetry.starvation",
     "virnuc_core.telemetry.statistics",
-    # Few of their own modules import these, when they are first used.
+    # Packages that are imported late, by a function that needs them
     "email.parser",
     "pynvml",
     "safetensors.numpy",
 )
 EXAMPLE: Final = ("predict", "reads.fastq", "-o", "out", "--models", "models", "--no-prefect")
-# Folders with the program. If a file in them is changed, the process must not be used any more.
+# Folders with the program. If a file in them was changed, the process forks no more children.
 PROGRAM_FOLDERS: Final = tuple(
     Path(path).resolve()
     for package in (virnuc_core, virnuc.flows, virnuc.tasks)
@@ -43,7 +43,7 @@ PROGRAM_FOLDERS: Final = tuple(
 
 
 def load() -> None:
-    """Import what a prediction needs, and prepare what is equal for all of them."""
+    """Import what a prediction needs, and prepare what is the same for all predictions."""
     for name in MODULES:
         importlib.import_module(name)
     from cyclopts import CycloptsError
