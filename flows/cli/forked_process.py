@@ -1,9 +1,8 @@
-"""Starts a child process that begins as a copy of this one, and need not import again what is
-loaded here.
+"""Starts a child process as a copy of this one, so that it need not import anything again.
 
 The child has a session of its own and dies with this process, as all of our children. Unlike a
-process of Python's `multiprocessing`, it keeps none of its parent's other files open. Otherwise it
-would go on holding locks that its parent has released.
+process of Python's `multiprocessing`, it closes all other files of its parent. Otherwise it would
+still hold locks that its parent has released.
 """
 
 import gc
@@ -32,8 +31,8 @@ class ForkedProcess:
 
     Attributes:
         pid: Its process id.
-        returncode: Its exit status, or the negative number of the signal that ended it. None as
-            long as it was not seen to have ended.
+        returncode: Its exit status, or the negative number of the signal that ended it. None
+            before its end, and until `poll` or `wait` has seen the end.
     """
 
     def __init__(self, target: Callable[[], None], *, kept_file: int, error_file: int | None):
@@ -51,11 +50,12 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._lock = threading.Lock()  # the exit status can be fetched only once
         parent = os.getpid()
-        # The child would write again what waits in the buffers.
+        # What waits in the buffers would be written by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # From Python 3.12 on, a fork beside any other thread is warned of. See `can_fork`.
+            # From Python 3.12 on, Python warns of a fork if there are other threads. `can_fork`
+            # says which of them do no harm.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
@@ -97,28 +97,28 @@ class ForkedProcess:
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        """Send a signal. After its end, the system may have given its id to another process."""
+        """Send a signal, unless the process has ended: another process may have its id then."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def can_fork() -> bool:
-    """Return whether this process may be copied: no thread can hold a lock.
+    """Return true if this process may be copied, because no other thread can hold a lock.
 
     A copy has only the thread that made it. Locks that other threads held at that moment would stay
     locked in it for ever. The thread of the exit deadline may run, because it only waits for
-    signals and holds nothing meanwhile. Threads of libraries are counted by Linux. Other systems do
-    not tell their number, and some must not be forked.
+    signals and holds nothing meanwhile. Linux also counts the threads of libraries. Other systems
+    do not tell their number, so there a process is never copied.
     """
-    threads = threading.enumerate()
-    others = [thread for thread in threads if thread.name != WATCHER]
-    if others != [threading.main_thread()]:
+    python_threads = threading.enumerate()
+    threads_with_locks = [thread for thread in python_threads if thread.name != WATCHER]
+    if threads_with_locks != [threading.main_thread()]:
         return False
     try:
-        n_of_system = len(list(Path("/proc/self/task").iterdir()))
+        n_threads = len(list(Path("/proc/self/task").iterdir()))  # with those of libraries
     except OSError:
         return False
-    return n_of_system == len(threads)
+    return n_threads == len(python_threads)
 
 
 def _run_child(
@@ -126,7 +126,11 @@ def _run_child(
 ) -> NoReturn:
     """Do the work of the child, and end it without the handlers that its parent has registered.
 
-    The arguments are those of `ForkedProcess`, and the process id of the parent.
+    Args:
+        target: See `ForkedProcess`.
+        parent: The process id of the parent.
+        kept_file: See `ForkedProcess`.
+        error_file: See `ForkedProcess`.
     """
     status = 1
     try:
@@ -148,13 +152,14 @@ def _run_child(
 
 
 def _forget_parent(kept_file: int, error_file: int | None) -> None:
-    """Give up the parent's signal handlers, garbage and files in the child.
+    """Reset the signal handlers, keep Python from collecting the parent's objects, close its files.
 
     Args:
         kept_file: The number of the file that stays open.
         error_file: The number of the file that becomes standard error, or None.
     """
-    # Objects of the parent are not collected here: some close files, whose numbers are new ones.
+    # Some objects of the parent close a file when they are collected. The number of that file may
+    # belong to another file of the child by then.
     gc.freeze()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
