@@ -46,6 +46,7 @@ END_S: Final = 5.0
 PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "triton")
 # Files of the program that decide what a worker computes
 PROGRAM_FILES: Final = (".py", ".so")
+NOT_RUNNING: Final = "it does not run"
 HOW_TO_START: Final = "start it with: virnuc serve"
 OTHER_VERSION: Final = "the server and the run are of another version of virnuc; start it again"
 
@@ -163,9 +164,9 @@ class BorrowedChild(Child):
         return self.failure is None and not self._is_over.is_set()
 
     def send(self, message: Message) -> None:
-        """Send a task to the worker. It has other messages already, or is not to get them.
+        """Send a task to the worker. Other messages are not sent.
 
-        The specification was sent when the worker was borrowed. `Closed` would end it.
+        The server has sent the specification already, and `Closed` would end the worker.
         """
         self.last_progress_s = time.monotonic()
         if not isinstance(message, ShardTask):
@@ -258,7 +259,7 @@ class Borrower:
     """Borrows workers for the runs of this process, as long as a server lends some."""
 
     def __init__(self, mode: ServeMode) -> None:
-        """Note how much the user wants it. Nobody is asked yet.
+        """Note whether the user insists on borrowed workers. No server is asked yet.
 
         Args:
             mode: `auto`: a run starts its own workers if none are lent. `require`: that is an
@@ -271,36 +272,34 @@ class Borrower:
     def __call__(self, spec: WorkerSpec, inbox: Inbox) -> Child | None:
         """Return a borrowed worker for a specification; None if the run is to start its own.
 
-        One line says why a server that runs lends none.
+        If a server runs and lends none, one line of the log says why, and it is not asked again.
 
         Raises:
             ConfigError: The user wants borrowed workers only, and there are none.
         """
         if self._has_given_up:
             return None
-        reason = ""
         try:
-            found = self._find_server()
-            if found is None:
-                reason = "it does not run"
-                if self._has_borrowed:
-                    reason = "it has ended"
-            else:
-                connection, _ = found
+            server = self._find_server()
+            if server is not None:
+                connection, _ = server
                 answer = ask(connection, spec)
                 if isinstance(answer, Lent):
                     self._has_borrowed = True
                     return BorrowedChild(spec, inbox, connection, answer.pid)
                 connection.release()
                 reason = answer.reason
+            elif self._has_borrowed:
+                reason = "it has ended"
+            else:
+                reason = NOT_RUNNING
         except WeightsError:
             return None  # the run's own checks name the fault
         except ConfigError as error:
             reason = str(error)
-            found = None
         if self._mode == "require":
             raise ConfigError(f"virnuc serve lends no worker: {reason}; {HOW_TO_START}")
-        if found is not None or self._has_borrowed or reason != "it does not run":
+        if reason != NOT_RUNNING:  # most users have no server, and need not hear of one
             log.warning("virnuc serve lends no worker, and the run starts its own: %s", reason)
         self._has_given_up = True
         return None
@@ -308,9 +307,9 @@ class Borrower:
     def _find_server(self) -> tuple[Messages, Peer] | None:
         """Return a connection to the user's server; None if none runs."""
         for folder in socket_folders():
-            found = connect(folder)
-            if found is not None:
-                return found
+            server = connect(folder)
+            if server is not None:
+                return server
         return None
 
 
