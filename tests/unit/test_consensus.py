@@ -239,3 +239,24 @@ def test_a_group_without_a_frame_has_no_score_and_no_verdict() -> None:
     scores = consensus.viral_scores(means)
     assert np.isnan(scores).tolist() == [True, False, True]
     assert consensus.is_viral(scores, 0.5).tolist() == [False, True, False]
+
+
+def test_a_pair_without_a_score_is_as_far_as_its_better_mate_and_fails_with_either() -> None:
+    fates = {name: number for number, name in enumerate(consensus.FATE_NAMES)}
+    pairs = [  # joint score, fates of both mates, and the fate of the pair
+        (np.nan, "empty", "no_open_frame", "no_open_frame"),
+        (np.nan, "no_open_frame", "empty", "no_open_frame"),
+        (np.nan, "empty", "empty", "empty"),
+        (0.9, "viral", "no_open_frame", "viral"),
+        (0.2, "empty", "others", "others"),
+        (0.9, "viral", "failed", "failed"),
+        (0.9, "failed", "viral", "failed"),
+    ]
+    verdicts = consensus.pair_fates(
+        np.array([score for score, *_ in pairs], np.float32),
+        np.array([fates[first] for _, first, _, _ in pairs]),
+        np.array([fates[second] for _, _, second, _ in pairs]),
+        threshold=0.5,
+        uncertain=(0.0, 0.0),
+    )
+    assert [consensus.FATE_NAMES[fate] for fate in verdicts] == [fate for *_, fate in pairs]

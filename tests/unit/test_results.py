@@ -18,7 +18,7 @@ from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import write_reads
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, MATE, SHORT_FOR_MODEL
 from virnuc_core.results import write_covered, write_results
 from virnuc_core.rundir import RunDir
 
@@ -146,6 +146,18 @@ def test_a_long_read_is_not_viral_for_one_doubtful_chunk(run: RunDir) -> None:
     assert table_column(run.reads_table, "fate") == ["others"]
 
 
+def test_a_read_whose_rows_fill_several_blocks_is_judged_by_all_of_them(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The margins of its chunks are 0.8, 0.6 and -0.8; their mean is 0.2."""
+    monkeypatch.setattr(results, "BLOCK_ROWS", 1)
+    scores = [(0.1, 0.9), (0.2, 0.8), (0.9, 0.1)]
+    frames = tuple(Frame(chunk, 0, pair) for chunk, pair in enumerate(scores))
+    write(run, [Read("long", 900, 3, frames)])
+    [score] = table_column(run.reads_table, "viral_score")
+    assert float(score) == pytest.approx(0.5 + 0.2 / 2)
+
+
 def test_few_certain_chunks_outweigh_many_doubtful_ones(run: RunDir) -> None:
     frames = (Frame(0, 0, (0.01, 0.99)), Frame(1, 0, (0.55, 0.45)), Frame(2, 0, (0.52, 0.48)))
     write(run, [Read("long", 1500, 3, frames)])
@@ -233,6 +245,29 @@ def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: Ru
     }
 
 
+def test_an_unfamiliar_mate_makes_a_pair_uncertain_unless_it_has_failed(run: RunDir) -> None:
+    scored = (0.1, 0.9)
+    pairs = [
+        (one("known/1", scored), one("known/2", scored)),
+        (one("far/1", scored), one("far/2", scored)),
+        (one("failed/1", scored), one("failed/2", scored, None)),
+    ]
+    reads = []
+    for first, second in pairs:
+        reads += [first, replace(second, flags=MATE)]
+    made = make(reads)
+    made.store.paired = True
+    write_results(
+        run,
+        made.store,
+        made.scores,
+        made.failed,
+        uncertain=(0.4, 0.6),
+        is_unfamiliar=np.array([False, False, True, False, True, False]),
+    )
+    assert table_column(run.pairs_table, "fate") == ["viral", "uncertain", "failed"]
+
+
 def test_uncertain_reads_are_not_among_the_viral_ones(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA, uncertain=(0.8, 0.95))
     assert write_reads(run, store, reads) == 0
@@ -256,8 +291,11 @@ def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
     ]
 
 
-def test_a_missing_score_is_refused_and_nothing_is_written(run: RunDir) -> None:
-    scored_store = make([one("r", (np.nan, np.nan))])
+@pytest.mark.parametrize("scores", [(np.nan, np.nan), (np.nan, 0.5), (0.5, np.inf)])
+def test_a_missing_score_is_refused_and_nothing_is_written(
+    run: RunDir, scores: tuple[float, float]
+) -> None:
+    scored_store = make([one("r", scores)])
     with pytest.raises(ShardError, match="no score and did not fail"):
         write_results(run, scored_store.store, scored_store.scores, np.array([False]))
     assert not run.root.exists()
