@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from virnuc_core.engine.pool import Pool, PooledJob
 from virnuc_core.engine.process import LocalWorkers, WorkerSpec
 from virnuc_core.engine.repeats import QueuedRow, RepeatedShard, RowQueue
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, Waiting
+from virnuc_core.errors import NotFiniteError
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -185,11 +187,12 @@ def test_a_worker_gets_tasks_while_shards_wait(pool: Any) -> None:
     assert (len(slot.worker.received), slot.n_waiting) == (4, 1), "that one did not count before"
 
 
-def answer_oldest(pool: Any) -> None:
-    """Let the worker answer its oldest task."""
+def answer_oldest(pool: Any, skipped: int = 0) -> None:
+    """Let the worker answer its oldest task, of which some rows have no result."""
     slot = pool._slots[0]
     shard = slot.tasks[0].shard
     done = ShardDone("one", shard, 9, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, batches=())
+    done = replace(done, skipped=skipped)
     pool._handle_message(slot, slot.worker, Computed(done=done))
 
 
@@ -274,3 +277,15 @@ def test_a_death_without_shards_that_wait_belongs_to_the_oldest_one(pool: Any) -
     pool._handle_death(slot, slot.worker)
     assert pool._jobs["r"].deaths_at_shard == {0: 1}
     assert not pool._jobs["r"].unclear_deaths
+
+
+def test_rows_that_are_not_finite_stop_the_run_if_they_are_more_than_its_limit(pool: Any) -> None:
+    """A row that the task leaves out on purpose is none of them."""
+    slot = pool._slots[0]
+    limit = {"max_not_finite": 2}
+    slot.tasks[0] = slot.tasks[0].model_copy(update=limit | {"skipped_rows": (4,)})
+    slot.tasks[1] = slot.tasks[1].model_copy(update=limit)
+    answer_oldest(pool, skipped=3)
+    assert pool._jobs["r"].n_not_finite == 2
+    with pytest.raises(NotFiniteError, match="3 rows are not finite"):
+        answer_oldest(pool, skipped=1)

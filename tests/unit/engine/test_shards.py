@@ -116,6 +116,16 @@ def test_a_damaged_shard_is_detected_and_moved(run: RunDir, damage: str) -> None
     assert len(list((run.shards / "damaged").iterdir())) == 1
 
 
+def test_a_shard_that_disappears_while_shards_are_checked_is_not_damaged(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ShardPlan(bounds=(0, 3, 6), fingerprint="f")
+    shards.commit(run, plan, 0, result(3))
+    # The list of files still has the second shard.
+    monkeypatch.setattr(shards, "path_exists", lambda _: True)
+    assert shards.committed(run, plan) == ([0], [])
+
+
 def test_a_shard_in_the_place_of_another_one_of_its_size_is_noticed(run: RunDir) -> None:
     plan = ShardPlan(bounds=(0, 3, 6), fingerprint="f")
     shards.write_plan(run, plan)
