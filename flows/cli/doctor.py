@@ -73,7 +73,8 @@ def doctor(
     print(_erasure(), end="")
     elapsed_s = time.perf_counter() - started_s
     soundness = "not sound" if counts["fail"] else "sound"
-    summary = f"{counts['fail']} failed, {counts['warn']} warnings, {elapsed_s:.1f} s"
+    warnings = "warning" if counts["warn"] == 1 else "warnings"
+    summary = f"{counts['fail']} failed, {counts['warn']} {warnings}, {elapsed_s:.1f} s"
     print(f"\nThis machine is {soundness}: {summary}")
     return 1 if counts["fail"] else 0
 

@@ -79,8 +79,9 @@ def verdict_counts(report: Report) -> str:
     # What the profile does not ask for is not among the requested criteria.
     verdicts += [item.verdict for item in report.criteria if item.verdict == "not asked"]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict)]
-    num_warnings = len(report.warnings) or "no"
-    parts = [*counts, f"{num_warnings} warnings"]
+    num_warnings = len(report.warnings)
+    noun = "warning" if num_warnings == 1 else "warnings"
+    parts = [*counts, f"{num_warnings or 'no'} {noun}"]
     failures = further_failures(report)
     if failures:
         parts.append(f"also not met: {failures}")

@@ -434,3 +434,12 @@ def test_the_title_says_that_the_profile_may_be_of_other_devices(report: Report)
     title = "Validation by the criteria of “1 M reads on 2x RTX 4090”"
     assert f"<h1>{title}</h1>" in forms["report.html"]
     assert f"\n# {title}\n" in forms["report.md"]
+
+
+@pytest.mark.parametrize(
+    ("warnings", "text"),
+    [((), "no warnings"), (("a",), "1 warning"), (("a", "b"), "2 warnings")],
+)
+def test_the_verdict_counts_warnings(report: Report, warnings: tuple[str, ...], text: str) -> None:
+    forms = render(report.model_copy(update={"warnings": warnings}))
+    assert re.search(rf"\(.* · {text}( · .*)?\)", forms["report.md"])
