@@ -271,14 +271,14 @@ class _ChildHost:
             self._refuse(connection, "the program or one of its packages was changed")
             return
         try:
-            pid = os.fork()
-        except OSError as error:  # too many processes, or too little memory
+            pid, handle = _fork_with_pidfd()
+        except OSError as error:  # too many processes or open files, or too little memory
             self._refuse(connection, str(error))
             return
         if pid == 0:
             self._close_copies()
             run_child(connection, self._module.run)
-        self._children[os.pidfd_open(pid)] = _RunningChild(pid, connection)
+        self._children[handle] = _RunningChild(pid, connection)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         """Tell a terminal process to run its command itself."""
@@ -310,6 +310,26 @@ class _ChildHost:
             text = format_message(KILLED, signal=-code)
         _send_at_once(child.connection, text)
         child.connection.close()
+
+
+def _fork_with_pidfd() -> tuple[int, int]:
+    """Fork this process, and open a handle that tells when the child has ended.
+
+    Returns:
+        The process id of the child and the handle. In the child, 0 and a number that is no handle.
+
+    Raises:
+        OSError: The system allows no further process or handle. Then there is no child.
+    """
+    # The handle can be opened only after the fork. So a place for it is kept free.
+    place = os.open(os.devnull, os.O_RDONLY)
+    try:
+        pid = os.fork()
+    finally:
+        os.close(place)
+    if pid == 0:
+        return 0, -1
+    return pid, os.pidfd_open(pid)
 
 
 def _send_at_once(connection: socket.socket, text: str) -> None:

@@ -483,6 +483,26 @@ def test_a_preloaded_process_that_was_killed_is_replaced(tmp_path: Path) -> None
         assert server.run("code", "3", input="").returncode == 3
 
 
+def test_a_process_without_a_free_handle_refuses_commands_and_goes_on(tmp_path: Path) -> None:
+    with running_server(tmp_path / "serve") as server:
+        terminal = server.start("wait")
+        child = child_of(terminal)
+        preloaded = server.preloaded
+        used_handles = {int(path.name) for path in Path(f"/proc/{preloaded.pid}/fd").iterdir()}
+        free_handle = min(set(range(len(used_handles) + 1)) - used_handles)
+        # The connection of the next command takes it. None is left to notice the end of a child.
+        limits = (free_handle + 1, free_handle + 1)
+        resource.prlimit(preloaded.pid, resource.RLIMIT_NOFILE, limits)
+        refused = server.run_anyhow("code", "3", input="")
+        assert refused.returncode == 3
+        assert "itself" in refused.stderr
+        assert server.preloaded.pid == preloaded.pid
+        # The first command is still looked after: only the process knows by which signal it ended.
+        child.send_signal(signal.SIGUSR1)
+        terminal.communicate(timeout=PATIENCE_S)
+        assert terminal.returncode == -signal.SIGUSR1
+
+
 def test_an_unused_process_ends_and_comes_back_with_the_next_command(tmp_path: Path) -> None:
     with running_server(tmp_path / "serve", idle_s=0.3) as server:
         process = server.server._preloaded
