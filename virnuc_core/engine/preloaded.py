@@ -329,7 +329,12 @@ def _fork_with_pidfd() -> tuple[int, int]:
         os.close(place)
     if pid == 0:
         return 0, -1
-    return pid, os.pidfd_open(pid)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:  # too little memory, or too many open files of all processes
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _send_at_once(connection: socket.socket, text: str) -> None:

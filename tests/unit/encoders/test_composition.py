@@ -93,15 +93,22 @@ def test_letters_behind_the_last_codon_do_not_move_the_next_sequence() -> None:
     assert codons == [["ACG"], [], ["GGG", "TTT"], [], ["CCC"]]
 
 
+def store_of_random_reads(
+    folder: Path, *, n_reads: int, length: int, model_length: int
+) -> OrfStore:
+    """Return staged reads of random bases."""
+    rng = np.random.default_rng(2)
+    reads = ["".join(rng.choice(list("ACGT"), length)) for _ in range(n_reads)]
+    path = folder / "reads.fasta"
+    path.write_text("".join(f">{i}\n{read}\n" for i, read in enumerate(reads)))
+    stage(StageSpec(reads=(str(path),), model_length=model_length), folder / "orfs.h5")
+    return OrfStore.open(folder / "orfs.h5")
+
+
 def test_threads_find_the_same_distances_as_one_sequence_after_another(
     tmp_path: Path, composition: TrainingComposition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(2)
-    reads = ["".join(rng.choice(list("ACGT"), 150)) for _ in range(200)]
-    path = tmp_path / "reads.fasta"
-    path.write_text("".join(f">{i}\n{read}\n" for i, read in enumerate(reads)))
-    stage(StageSpec(reads=(str(path),), model_length=150), tmp_path / "orfs.h5")
-    store = OrfStore.open(tmp_path / "orfs.h5")
+    store = store_of_random_reads(tmp_path, n_reads=200, length=150, model_length=150)
     expected = [
         composition.distances(count_codons(store, unique, unique + 1))[0].astype(np.float32)
         for unique in range(store.n_uniques)
@@ -169,12 +176,7 @@ def test_reads_have_the_same_distance_wherever_blocks_of_rows_end(
     composition: TrainingComposition,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rng = np.random.default_rng(4)
-    reads = ["".join(rng.choice(list("ACGT"), 360)) for _ in range(10)]
-    path = tmp_path / "reads.fasta"
-    path.write_text("".join(f">{i}\n{read}\n" for i, read in enumerate(reads)))
-    stage(StageSpec(reads=(str(path),), model_length=120), tmp_path / "orfs.h5")
-    store = OrfStore.open(tmp_path / "orfs.h5")
+    store = store_of_random_reads(tmp_path, n_reads=10, length=360, model_length=120)
     monkeypatch.setattr("virnuc_core.encoders.composition.BLOCK_ROWS", block_rows)
 
     frame_distances = unique_distances(store, composition)

@@ -503,6 +503,30 @@ def test_a_process_without_a_free_handle_refuses_commands_and_goes_on(tmp_path: 
         assert terminal.returncode == -signal.SIGUSR1
 
 
+FORK_WITHOUT_PIDFD = """
+import os, time
+from virnuc_core.engine.preloaded import _fork_with_pidfd
+def refuse(pid):
+    raise OSError("no handle")
+os.pidfd_open = refuse
+try:
+    pid, _ = _fork_with_pidfd()
+    if pid == 0:
+        time.sleep(600)
+except OSError as error:
+    print(error)
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no child")
+"""
+
+
+def test_a_child_whose_end_could_not_be_noticed_is_ended() -> None:
+    finished = run([sys.executable, "-c", FORK_WITHOUT_PIDFD])
+    assert finished.stdout.splitlines() == ["no handle", "no child"]
+
+
 def test_an_unused_process_ends_and_comes_back_with_the_next_command(tmp_path: Path) -> None:
     with running_server(tmp_path / "serve", idle_s=0.3) as server:
         process = server.server._preloaded
