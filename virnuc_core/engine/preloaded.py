@@ -98,16 +98,20 @@ class PreloadedProcess:
         """Start the process. This is called in the thread that lives as long as the server."""
         own_end, process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_end.setblocking(False)
-        with process_end:
-            handle = process_end.fileno()
-            self._process = subprocess.Popen(
-                parent_bound_command(PROGRAM, self._module, str(handle)),
-                pass_fds=(handle,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,  # Ctrl-C at the server must not reach the children
-            )
+        try:
+            with process_end:
+                handle = process_end.fileno()
+                self._process = subprocess.Popen(
+                    parent_bound_command(PROGRAM, self._module, str(handle)),
+                    pass_fds=(handle,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C at the server must not reach the children
+                )
+        except OSError:  # the process cannot be started
+            own_end.close()
+            raise
         self._control = own_end
 
     def hand_over(self, facts: Mapping[str, str], connection: int) -> str:

@@ -133,6 +133,8 @@ def wait_until_ready(server: WorkerServer) -> None:
     assert preloaded is not None
 
     def is_ready() -> bool:
+        # The system may have refused it a moment ago. If it still does, this raises the reason.
+        preloaded.start()
         with preloaded._lock:
             preloaded._update()
             return preloaded._facts is not None
