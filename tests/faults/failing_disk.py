@@ -12,13 +12,16 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tests.changing_folders import paths_below
 from tests.failing_files import ALL_CALLS, failing_variables, has_compiler
 
 from .scene import NotRunError
+from .strikes import shards_below
 
 if TYPE_CHECKING:
     from .play import Play
@@ -213,7 +216,11 @@ def _leave_unfinished(play: Play) -> None:
 
 def _shards(out: Path) -> dict[str, int]:
     """Return the inodes of the shards that are committed, by their path."""
-    return {str(path): path.stat().st_ino for path in out.rglob("shards/0*.h5")}
+    inodes = {}
+    for path in shards_below(out):
+        with suppress(FileNotFoundError):  # a run that goes on may remove it
+            inodes[str(path)] = path.stat().st_ino
+    return inodes
 
 
 def _require_system_words(play: Play, text: str, numbers: Sequence[int]) -> None:
@@ -226,7 +233,7 @@ def _require_system_words(play: Play, text: str, numbers: Sequence[int]) -> None
 
 def _require_no_damage(play: Play, shards: dict[str, int]) -> None:
     """Report files that are called damaged, and finished shards that are gone or new."""
-    for path in play.out.rglob("*"):
+    for path in paths_below(play.out):
         if path.name.endswith(".damaged") or path.parent.name == "damaged":
             play.report_problem(f"called damaged: {path.relative_to(play.out)}")
     now = _shards(play.out)

@@ -128,7 +128,11 @@ def spoil(folder: str) -> list[str]:
     Files in a folder of one's own are left out: who owns a folder may rename what is in it.
     """
     successes = []
-    for path in sorted(Path(folder).rglob("*")):
+    paths = []
+    # `Path.rglob` raises an error if a run removes a folder meanwhile.
+    for parent, folder_names, file_names in os.walk(folder):
+        paths += [Path(parent, name) for name in (*folder_names, *file_names)]
+    for path in sorted(paths):
         try:
             is_own = os.getuid() in (path.lstat().st_uid, path.parent.stat().st_uid)
         except OSError:

@@ -15,6 +15,8 @@ from typing import Final
 
 import psutil
 
+from tests.changing_folders import paths_below
+from tests.process_lookup import family_of
 from virnuc.flows.cli.server_guard import PROCESS_NAME
 
 from .scene import MARK, Scene
@@ -199,8 +201,7 @@ def strike(
     if whom == "all":
         victims = [process for group in family.values() for process in group]
     elif whom == "tree":
-        nanny = rng.choice(family["nanny"])
-        victims = [nanny, *nanny.children(recursive=True)]
+        victims = family_of(rng.choice(family["nanny"]).pid)
     else:
         victims = [rng.choice(family[whom])]
     for process in victims:
@@ -238,6 +239,12 @@ FILES: Final = {  # every kind of file that is read again
     "history": ("../history.jsonl",),
     "ledger": ("inbox.tsv", "fates/*.json"),
 }
+
+
+def shards_below(out: Path) -> list[Path]:
+    """Return the committed shards of all runs in a folder, in which runs may be at work."""
+    paths = paths_below(out)
+    return [path for path in paths if path.parent.name == "shards" and path.match("0*.h5")]
 
 
 def damage(out: Path, how: str, kind: str, rng: random.Random) -> Path | None:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from tests.changing_folders import paths_below
+
 from .accounts import Intruder
-from .strikes import Running
+from .strikes import Running, shards_below
 
 if TYPE_CHECKING:
     from .play import Play
@@ -116,7 +118,7 @@ class Victim:
         for name in sorted(self.state.keys() | state.keys()):
             if self.state.get(name) != state.get(name):
                 problems.append(f"a foreign file was changed, made or removed: {name}")
-        for path in out.rglob("*"):
+        for path in paths_below(out):
             is_shown = path.is_file() and not path.is_symlink() and path.stat().st_nlink < 2
             if is_shown and self.secret.encode() in path.read_bytes():
                 problems.append(f"a foreign file was read into {path.name}")
@@ -169,7 +171,7 @@ class Trapper:
 
     def _is_held(self) -> bool:
         """Return whether the command holds the directory, or that of a run in it."""
-        return any(self._play.out.rglob(".virnuc"))
+        return any(path.name == ".virnuc" for path in paths_below(self._play.out))
 
     def _is_moment(self, moment: str, n_shards_wanted: int) -> bool:
         """Return whether a run has come to a moment, and not beyond it."""
@@ -177,8 +179,8 @@ class Trapper:
         if not self._is_held() or (out / "summary.json").exists():
             return False
         if moment == BEFORE_STAGING:
-            return not list(out.rglob("orfs.h5"))
-        n_shards = len(list(out.rglob("shards/0*.h5")))
+            return not any(path.name == "orfs.h5" for path in paths_below(out))
+        n_shards = len(shards_below(out))
         if moment == BETWEEN_SHARDS:
             return n_shards >= n_shards_wanted
         return n_shards >= self._n_shards_in_all()
@@ -198,7 +200,10 @@ class Trapper:
         play = self._play
         exchanges = self._owns and moment != BEFORE_START and play.rng.random() < 0.5
         if exchanges:
-            names = sorted(os.listdir(play.out)) or [".virnuc"]  # noqa: PTH208 - names
+            present_names: list[str] = []
+            with suppress(FileNotFoundError):  # the run has ended, and removed its folder
+                present_names = os.listdir(play.out)  # noqa: PTH208 - names
+            names = sorted(present_names) or [".virnuc"]
         else:
             names = self._unused_names(moment)
         name = play.rng.choice(names)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.changing_folders import content_of, paths_below
 from tests.process_lookup import family_of, has_ended, kill_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +57,14 @@ def reserved_port() -> Iterator[int]:
 
 
 def files_with(secret: str, *folders: Path) -> list[str]:
-    """Return the files in folders whose bytes or names contain a text."""
+    """Return the files in folders whose bytes or names contain a text.
+
+    A server may be at work in the folders.
+    """
     holders = []
     for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            is_file = path.is_file() and not path.is_symlink()
-            if secret in path.name or (is_file and secret.encode() in path.read_bytes()):
+        for path in paths_below(folder):
+            if secret in path.name or secret.encode() in content_of(path):
                 holders.append(str(path))
     return holders
 

@@ -25,6 +25,7 @@ from prefect.client.schemas.objects import State
 from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
+from tests.changing_folders import content_of, paths_below
 from tests.process_lookup import command_line, family_of, has_ended, running_with
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
@@ -125,14 +126,15 @@ def leaks_of_secret(*folders: Path) -> list[str]:
     """
     paths = []
     for folder in folders:
-        paths += [path for path in folder.rglob("*") if path.is_file()]
-    for name in ("cmdline", "environ"):
-        paths += Path("/proc").glob(f"[0-9]*/{name}")
+        paths += paths_below(folder)
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names
+        if name.isdigit():
+            paths += [Path("/proc", name, kind) for kind in ("cmdline", "environ")]
     secret_forms = [TOKEN.encode(), base64.b64encode(SECRET.encode())]
     leaking = []
     for path in paths:
         try:
-            content = path.read_bytes()
+            content = content_of(path)
         except OSError:  # a process that is gone
             continue
         # the command under test has the token in its program, which makes it known to this test
