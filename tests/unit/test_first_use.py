@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,20 +28,21 @@ from .engine.forked_programs import ForkedPrograms
 
 N_PROCESSES = 8
 # Each process makes the file `made` on its first use, and notes in `makers` that it did so. Making it
-# takes as many seconds as the second argument says.
+# takes until there is a file with the name of the second argument.
 MAKER = """
 import logging, sys, time
 from pathlib import Path
 from virnuc_core.first_use import first_use
 
 logging.basicConfig(level=logging.WARNING)
-folder = Path(sys.argv[1])
+folder, awaited = Path(sys.argv[1]), Path(sys.argv[2])
 made = folder / "made"
 with first_use(folder, "the thing", made.exists) as must_make:
     if must_make:
         with (folder / "makers").open("a") as file:
             file.write("x")
-        time.sleep(float(sys.argv[2]))
+        while not awaited.exists():
+            time.sleep(0.01)
         made.touch()
 """
 # The process tells that it holds the lock, and holds it until it is killed.
@@ -95,8 +97,16 @@ def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 def test_of_many_processes_one_makes_the_thing_and_the_others_say_that_they_wait(
     tmp_path: Path,
 ) -> None:
-    written = outcomes([start(MAKER, tmp_path, 2.0) for _ in range(N_PROCESSES)])
+    may_end = tmp_path / "may end"
+    processes = [start(MAKER, tmp_path, may_end) for _ in range(N_PROCESSES)]
+    try:
+        # The one that makes the thing says nothing.
+        waiting, _, _ = select.select([process.stderr for process in processes], [], [], 60)
+    finally:
+        may_end.touch()
+    written = outcomes(processes)
 
+    assert waiting
     assert (tmp_path / "makers").read_text() == "x"
     messages = "".join(stderr for _, stderr in written)
     assert "another process makes the thing" in messages
@@ -108,7 +118,7 @@ def test_a_holder_that_is_killed_does_not_block(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)
-        waiting = start(MAKER, tmp_path, 0)
+        waiting = start(MAKER, tmp_path, tmp_path)
         time.sleep(1.0)
         assert not (tmp_path / "makers").exists()
         holder.kill()
@@ -153,7 +163,7 @@ def test_without_locks_the_thing_is_made_all_the_same(
     tmp_path: Path, calls: str, number: int
 ) -> None:
     failing = failing_calls(f"/{LOCK_FILE}", number, calls)
-    outcomes([start(MAKER, tmp_path, 0, **failing)])
+    outcomes([start(MAKER, tmp_path, tmp_path, **failing)])
     assert (tmp_path / "makers").read_text() == "x"
 
 

@@ -195,9 +195,9 @@ def test_a_process_of_another_user_is_not_served_even_if_it_can_connect(folder: 
         (folder / SOCKET).chmod(0o777)
         command = [sys.executable, "-c", code, str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outsider:
-            assert listener.accept_own(20.0) is None
+            assert listener.accept_own(60.0) is None
             # The connection was closed without a byte.
-            assert outsider.communicate(timeout=20)[0] == "b''\n"
+            assert outsider.communicate(timeout=60)[0] == "b''\n"
 
 
 @needs_root
@@ -221,7 +221,7 @@ def test_a_server_of_another_user_is_not_used(folder: Path) -> None:
         assert outsider.stdout.readline() == "listens\n"
         with pytest.raises(UnsafeFileError, match="another user listens"):
             connect(folder)
-        outsider.communicate(timeout=20)
+        outsider.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("text", ["", "a line\n", "µ 中 \N{DNA DOUBLE HELIX}", "x" * 3_000_000])

@@ -328,7 +328,7 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
 
     thread = threading.Thread(target=stop)
     thread.start()
-    with pytest.raises(WorkerError, match=r"has not moved for \d s"):
+    with pytest.raises(WorkerError, match=r"has not moved for \d+ s"):
         run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())
     thread.join()
     assert not children()

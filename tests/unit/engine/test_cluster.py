@@ -394,12 +394,21 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
     file = tmp_path / "scheduler.json"
     process = subprocess.Popen([*words, "--scheduler-file", str(file)], stderr=subprocess.DEVNULL)
     try:
-        while not (file.exists() and file.read_text()):
+        while (address := address_in(file)) is None:
+            assert process.poll() is None
             time.sleep(0.05)
-        yield json.loads(file.read_text())["address"]
+        yield address
     finally:
         process.kill()
         process.wait()
+
+
+def address_in(scheduler_file: Path) -> str | None:
+    """Return the address of a scheduler, or None while it has not written its file to the end."""
+    try:
+        return str(json.loads(scheduler_file.read_text())["address"])
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 BAD = {

@@ -37,7 +37,7 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
         receive=lambda _: messages.popleft(), send=answers.append, progress=None
     )
     worker: Any = Worker(parent, None)  # type: ignore[arg-type]
-    assert parent.progress() == pytest.approx(time.monotonic(), abs=5), (
+    assert parent.progress() == pytest.approx(time.monotonic(), abs=60), (
         "nothing to do is no silence"
     )
     assert worker._receive() == TASK
@@ -150,7 +150,7 @@ class Heavy:
         Heavy.most = max(Heavy.most, Heavy.used)
         try:
             if Heavy.most <= 1:
-                self.together.wait(20)
+                self.together.wait(120)
             if Heavy.used > 1:
                 self.together.abort()
                 raise torch.OutOfMemoryError

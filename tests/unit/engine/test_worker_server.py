@@ -580,7 +580,7 @@ def silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         yield SilentServer(listener)
 
 
-OBEYED_S = 1.0  # an interrupt must have been obeyed after this time
+OBEYED_S = PATIENCE_S / 2  # an interrupt must be obeyed long before a silent server is given up
 
 
 def lend_late(connection: Messages) -> None:

@@ -44,7 +44,7 @@ def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) ->
         run.terminate()
         try:
             assert (
-                run.communicate(timeout=30)[1]
+                run.communicate(timeout=120)[1]
                 == "virnuc: interrupted; what was committed stays, run again to go on\n"
             )
         finally:
@@ -65,12 +65,14 @@ def test_a_module_that_is_being_imported_is_imported_whole(
 ) -> None:
     """Libraries written in C do not stand it otherwise: torch aborts the process, NumPy cannot be loaded again."""
     (tmp_path / "interrupted_module.py").write_text(IMPORTS)
+    # After this time the process of the tests would be ended.
+    monkeypatch.setattr(exit_deadline, "ENDING_S", 120.0)
     monkeypatch.syspath_prepend(tmp_path)
 
     def wants_it() -> None:
         with exit_deadline.exit_deadline(by_hand=True):
             importlib.import_module("interrupted_module")
-            threading.Event().wait(30)
+            threading.Event().wait(60)
 
     with pytest.raises(KeyboardInterrupt):
         wants_it()
@@ -88,7 +90,7 @@ def test_what_a_run_does_after_its_last_words_is_ended_too() -> None:
         assert run.stdout.readline() == "here\n"
         run.terminate()
         try:
-            assert run.communicate(timeout=30)[1] == ""
+            assert run.communicate(timeout=120)[1] == ""
         finally:
             run.kill()
     assert run.returncode == 130

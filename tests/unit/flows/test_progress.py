@@ -76,7 +76,8 @@ def test_a_server_that_is_away_does_not_stop_the_work(
 
 @pytest.mark.usefixtures("sent")
 def test_no_thread_is_left_behind() -> None:
-    threads_before = threading.active_count()
+    threads_before = set(threading.enumerate())
     with progress_artifact("p", "", every_s=0.01):
         pass
-    assert threading.active_count() == threads_before
+    # Threads of other tests may have ended meanwhile.
+    assert set(threading.enumerate()) <= threads_before

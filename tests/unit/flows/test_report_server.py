@@ -11,6 +11,7 @@ import pytest
 
 from virnuc.flows.cli.report_server import ReportServer, report_server
 
+PATIENCE_S = 60.0
 PAGES = {"report.html": "<p>patient 7</p>", "report.json": '{"reads": 5}'}
 
 
@@ -27,11 +28,11 @@ def server() -> Iterator[ReportServer]:
 
 def test_the_address_shows_the_report(server: ReportServer) -> None:
     """The printed address is all that a browser needs."""
-    answer = httpx.get(server.address_of("report.html"))
+    answer = httpx.get(server.address_of("report.html"), timeout=PATIENCE_S)
     assert answer.text == PAGES["report.html"]
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert httpx.get(server.address_of("report.json")).json() == {"reads": 5}
-    head = httpx.head(server.address_of("report.html"))
+    assert httpx.get(server.address_of("report.json"), timeout=PATIENCE_S).json() == {"reads": 5}
+    head = httpx.head(server.address_of("report.html"), timeout=PATIENCE_S)
     assert head.headers["content-length"] == str(len(PAGES["report.html"]))
 
 
@@ -85,13 +86,15 @@ def test_a_foreign_host_header_is_refused(server: ReportServer, headers: tuple[s
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 def test_nothing_can_be_changed(server: ReportServer, method: str) -> None:
     """Only reading is possible."""
-    answer = httpx.request(method, server.address_of("report.html"))
+    answer = httpx.request(method, server.address_of("report.html"), timeout=PATIENCE_S)
     assert answer.status_code == 501
 
 
 def test_a_page_can_load_nothing_and_run_no_script(server: ReportServer) -> None:
     """Markup that came into a report by a name could not send anything elsewhere."""
-    policy = httpx.get(server.address_of("report.html")).headers["content-security-policy"]
+    policy = httpx.get(server.address_of("report.html"), timeout=PATIENCE_S).headers[
+        "content-security-policy"
+    ]
     assert "default-src 'none'" in policy
     assert "script-src" not in policy
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.process_lookup import kill_all
 from virnuc.tasks.retries import is_retryable
 from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
@@ -247,13 +248,15 @@ def test_a_dead_worker_makes_piped_reads_unrepeatable(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     (tmp_path / "text").write_text(fastq(made_up_reads(3_000)))
     feeder = subprocess.Popen([sys.executable, "-c", FEEDER, str(tmp_path / "text"), str(fifo)])
-    killer = threading.Thread(target=kill_first_worker)
+    staging_has_ended = threading.Event()
+    killer = threading.Thread(target=kill_first_worker, args=(staging_has_ended,))
     killer.start()
     try:
         message = r"worker process (ended|could not be started).* what came from .*reads.fq is gone"
         with pytest.raises(SpentInputError, match=message):
             stage(StageSpec(reads=(str(fifo),), stage_workers=2), tmp_path / "orfs.h5")
     finally:
+        staging_has_ended.set()
         killer.join()
         feeder.kill()
         feeder.wait()
@@ -270,12 +273,12 @@ with open(sys.argv[2], "w") as fifo:
 """
 
 
-def kill_first_worker() -> None:
-    for _ in range(2000):
-        for member in workers_of(os.getpid()):
-            member.kill()
+def kill_first_worker(staging_has_ended: threading.Event) -> None:
+    while not staging_has_ended.wait(0.01):
+        members = workers_of(os.getpid())
+        if members:
+            kill_all(members[:1])
             return
-        time.sleep(0.01)
 
 
 def test_workers_import_nothing_from_the_working_directory(
