@@ -36,6 +36,7 @@ from .recording_proxy import Proxy
 from .running_command import SIZES, results_digest
 
 HARNESS_DATABASE = "prefect-test.db"  # as Prefect's test harness names it
+STARTUP_S = 240  # of the server, which also makes its tables; a test may take 300 s
 
 
 @pytest.fixture(scope="session")
@@ -58,15 +59,19 @@ def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     template = shared / "prefect-template.db"
     with ExitStack() as stack:
         stack.enter_context(temporary_settings(updates=quiet))
+        # Prefect looks for a free port, which another process could get before the server has it.
+        server_port = stack.enter_context(reserved_port())
+        port_search = "prefect.testing.utilities._find_available_port"
+        stack.enter_context(patch(port_search, lambda: server_port))
         with first_use(shared, "the database of the tests", template.exists) as must_make:
             if must_make:
-                stack.enter_context(prefect_test_harness(server_startup_timeout=90))
+                stack.enter_context(prefect_test_harness(server_startup_timeout=STARTUP_S))
                 _copy_database(template)
         if not must_make:
             folder = tmp_path_factory.mktemp("database")
             shutil.copy(template, folder / HARNESS_DATABASE)
             with patch("prefect.testing.utilities.mkdtemp", lambda: str(folder)):
-                stack.enter_context(prefect_test_harness(server_startup_timeout=90))
+                stack.enter_context(prefect_test_harness(server_startup_timeout=STARTUP_S))
         stack.enter_context(temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
         yield template
 

@@ -31,8 +31,9 @@ from virnuc_core.runfiles import Device
 from .processes import PATIENCE_S, ROOT, gone, wait_for
 
 pytestmark = pytest.mark.slow
-GPU = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
-SLOT = "virnuc-gpu-guarded"
+# All processes of the machine see the lock of a GPU, also those of other tests.
+GPU = Device(id=f"GPU-guarded-{os.getpid()}", kind="cuda", name="a GPU by name")
+SLOT = f"virnuc-{GPU.id}".lower()
 WORK_S = 3.0
 
 # what a worker does with a device: works, says so; the device is locked before, and it dies with the run it is of
@@ -57,9 +58,9 @@ from virnuc_core.config import EngineSpec
 from virnuc_core.runfiles import Device
 from virnuc_core.engine.process import Closed, LocalWorkers, WorkerSpec
 
-run, log, work_s = sys.argv[1:]
+run, log, work_s, gpu_id = sys.argv[1:]
 os.environ |= {"GUARD_LOG": log, "GUARD_WORK_S": work_s}
-gpu = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
+gpu = Device(id=gpu_id, kind="cuda", name="a GPU by name")
 
 @flow(name="guarded", flow_run_name=run)
 def guarded():
@@ -80,7 +81,8 @@ class Lines:
 
     def of(self, run: str, word: str) -> dict[str, Any] | None:
         text = self.path.read_text() if self.path.exists() else ""
-        entries = [json.loads(line) for line in text.splitlines()]
+        whole_lines = text[: text.rfind("\n") + 1].splitlines()
+        entries = [json.loads(line) for line in whole_lines]
         return next((line for line in entries if (line["run"], line["word"]) == (run, word)), None)
 
 
@@ -89,7 +91,7 @@ def running(
     run: str, folder: Path, work_s: float, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "guarded_worker.py").write_text(WORKER)
-    words = [sys.executable, "-c", FLOW, run, str(folder / "log"), str(work_s)]
+    words = [sys.executable, "-c", FLOW, run, str(folder / "log"), str(work_s), GPU.id]
     with (folder / f"{run}.out").open("wb") as stdout_file:
         process = subprocess.Popen(
             words,
@@ -149,7 +151,7 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             killed_at = time.time()
             wait_for(lambda: gone([worker]), "its worker to end")
             os.close(
-                lock_device(GPU.id, 5.0)
+                lock_device(GPU.id, LEASE_S)
             )  # free as soon as its last thread is gone; the slot, when its lease is over
             assert second.wait(LEASE_S + PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
     began = lines.of("heir", "begins")
@@ -173,6 +175,6 @@ def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(
         with running("intruder", tmp_path, 0.1, server) as intruder:
             intruder.wait(PATIENCE_S)
         assert lines.of("intruder", "begins") is None
-        assert "GPU-guarded is in use by process" in (tmp_path / "log.errors").read_text()
+        assert f"{GPU.id} is in use by process" in (tmp_path / "log.errors").read_text()
         with pytest.raises(DeviceError, match="in use"):
             lock_device(GPU.id, 0.0)

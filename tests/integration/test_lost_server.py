@@ -75,7 +75,9 @@ def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
     assert results_digest(run.out) == undisturbed
     assert log.count(TOLD) == 1, log
     assert "not reported" in log
-    assert log.count("\n") < 30, log
+    # How often a run says how far it is depends on how long it takes.
+    other_lines = [line for line in log.splitlines() if "  Embedding: " not in line]
+    assert len(other_lines) < 30, log
 
 
 @pytest.mark.slow
@@ -248,7 +250,9 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
                 run.worker().resume()
                 run.process.terminate()
                 assert run.ends() == 130, run.log.read_text()
-                flow_runs = httpx.post(f"{url}/flow_runs/filter", json={}).json()
+                flow_runs = httpx.post(
+                    f"{url}/flow_runs/filter", json={}, timeout=PATIENCE_S
+                ).json()
     assert [flow_run["state_name"] for flow_run in flow_runs] == ["Crashed"]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.process_lookup import family_of, kill_all
 
-from .processes import PREFECT, ROOT, reserved_port, wait_for
+from .processes import PATIENCE_S, PREFECT, ROOT, reserved_port, wait_for
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 pytestmark = [
@@ -41,7 +41,7 @@ def background(command: list[str], log: Path, **options: Any) -> Iterator[subpro
     finally:
         if process.poll() is None:
             kill_all(family_of(process.pid))
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -123,11 +123,13 @@ def test_a_flow_survives_a_restart_of_the_server(
             return False
 
     def ask(path: str, **body: Any) -> Any:
-        return httpx.post(f"{api}/{path}", json=body, timeout=30).raise_for_status().json()
+        return httpx.post(f"{api}/{path}", json=body, timeout=PATIENCE_S).raise_for_status().json()
 
     def run_state(run: str) -> dict[str, Any]:
         return dict(
-            httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"]
+            httpx.get(f"{api}/flow_runs/{run}", timeout=PATIENCE_S)
+            .raise_for_status()
+            .json()["state"]
         )
 
     log, out_dir = tmp_path / "log", tmp_path / "run"
@@ -156,7 +158,7 @@ def test_a_flow_survives_a_restart_of_the_server(
             )["id"]
             wait_for(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, "three shards")
             first_server.terminate()
-            first_server.wait(30)
+            first_server.wait(PATIENCE_S)
             assert not healthy()
             time.sleep(3)
             with background(server, log, env=environment):

@@ -27,7 +27,7 @@ from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Sch
 from virnuc.flows.prefect_flows.inbox import predict_inbox
 from virnuc.tasks.events import emit
 
-from .processes import PREFECT, ROOT, wait_for
+from .processes import PATIENCE_S, PREFECT, ROOT, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +187,7 @@ def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None
         answer = httpx.post(
             f"{PREFECT_API_URL.value()}/events/filter",
             json={"filter": {"event": {"prefix": ["prefect.flow-run."]}}, "limit": 50},
-            timeout=10,
+            timeout=PATIENCE_S,
         ).json()["events"]
         return any(
             event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"

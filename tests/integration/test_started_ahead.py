@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.scene import MARK
+from tests.faults.strikes import marked
 from tests.process_lookup import family_of, running_with
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
@@ -22,23 +24,19 @@ WORKER = "virnuc_core.engine.worker"
 ALONE = {**os.environ, "VIRNUC_NO_PREFECT": "1"}
 
 
+def words_of(folder: Path, reads: Path, models: Path, *more: str) -> tuple[str, ...]:
+    """Return the command line of a prediction on a core."""
+    paths = ("predict", str(reads), "-o", str(folder / "run"), "--models", str(models))
+    return (*VIRNUC, *paths, "--devices", "cpu:1", *more)
+
+
 @contextmanager
 def begun(
     folder: Path, reads: Path, models: Path, *more: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     """A prediction on a core that has started its worker and hardly more, and that worker."""
-    words = (
-        "predict",
-        str(reads),
-        "-o",
-        str(folder / "run"),
-        "--models",
-        str(models),
-        "--devices",
-        "cpu:1",
-        *more,
-    )
-    with background((*VIRNUC, *words), ALONE, folder / "log") as command:
+    words = words_of(folder, reads, models, *more)
+    with background(words, ALONE, folder / "log") as command:
         yield command, wait_for(lambda: worker_of(command), "its worker")
 
 
@@ -67,9 +65,12 @@ def test_a_command_that_is_ended_takes_its_worker_along(
 def test_reads_that_are_refused_leave_no_worker(tmp_path: Path, models: Path) -> None:
     broken_file = tmp_path / "broken.fastq"
     broken_file.write_text("@r1\nACGT\n+\nIII\n")
-    with begun(tmp_path, broken_file, models) as (command, worker):
+    # The worker is looked for by its environment, because it may end before anybody has seen it.
+    mark = str(tmp_path)
+    words = words_of(tmp_path, broken_file, models)
+    with background(words, {**ALONE, MARK: mark}, tmp_path / "log") as command:
         assert command.wait(PATIENCE_S) == 2
-        wait_for(lambda: gone([worker]), "the worker to end")
+        wait_for(lambda: not marked(mark), "the worker to end")
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

@@ -317,7 +317,7 @@ def test_a_run_that_another_ended_with_a_pickle_ends_as_its_own_flow_did(
         flow_run = running_flow_run("attacked · cpu:1")
         url = f"{PREFECT_API_URL.value()}/flow_runs/{flow_run.id}/set_state"
         answer = httpx.post(
-            url, json={"state": forged_state(payload), "force": True}
+            url, json={"state": forged_state(payload), "force": True}, timeout=PATIENCE_S
         ).raise_for_status()
         assert answer.json()["status"] == "ACCEPT"
         run.worker().resume()
@@ -476,7 +476,9 @@ def test_a_server_that_the_user_named_is_used_with_his_own_settings(
             assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
         assert "its server answers" not in (tmp_path / "log").read_text()
         runs = (
-            httpx.post(f"{url}/flow_runs/filter", json={}, auth=("team", "words"))
+            httpx.post(
+                f"{url}/flow_runs/filter", json={}, auth=("team", "words"), timeout=PATIENCE_S
+            )
             .raise_for_status()
             .json()
         )
@@ -537,12 +539,12 @@ def test_the_time_of_a_command_has_the_end_of_its_server_and_is_in_the_summary(
         assert process.stdout is not None
         servers = wait_for(lambda: running_with(SERVER, family_of(process.pid)), "a server")
         time_line = next(line for line in process.stdout if line.startswith("Time: "))
+        outer_s = time.monotonic() - start_s
         # The line came before the end of the command, but after that of its server.
         assert all(map(has_ended, servers))
         printed_s = float(time_line.split()[1])
         assert process.wait(PATIENCE_S) == 0
-    outer_s = time.monotonic() - start_s
     waited_s = json.loads((out_dir / "summary.json").read_text())["waited_s"]
     assert printed_s == pytest.approx(waited_s, abs=0.05)
-    # What follows is the end of Python alone, which a loaded machine makes longer.
+    # A loaded machine starts the process, and hands the line over, a moment later.
     assert outer_s - max(1.0, 0.1 * outer_s) < waited_s < outer_s + 0.05

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.integration.processes import PATIENCE_S, committed, gone, reserved_port
+from tests.process_lookup import family_of, kill_all, running_with
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.profiles import QUESTIONS
@@ -66,7 +67,11 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> Any:
         """POST to the API."""
-        return httpx.post(f"{self.url}/api/{path}", json=body, timeout=30).raise_for_status().json()
+        return (
+            httpx.post(f"{self.url}/api/{path}", json=body, timeout=PATIENCE_S)
+            .raise_for_status()
+            .json()
+        )
 
     def deployment(self, name: str) -> str:
         """Id of a deployment."""
@@ -91,18 +96,18 @@ class Server:
         )
         return dict(answer[0]) if answer else None
 
-    def wait(self, deployment: str, *names: str, timeout_s: float = 280) -> dict[str, Any]:
+    def wait(self, deployment: str, *names: str) -> dict[str, Any]:
         """The newest run, once its state bears one of the names."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while (run := self.run(deployment)) is None or run["state_name"] not in names:
             assert time.monotonic() < deadline, (
-                f"waited {timeout_s} s for {names}; the run is {run and run['state']}"
+                f"waited {PATIENCE_S} s for {names}; the run is {run and run['state']}"
             )
             time.sleep(0.5)
         return run
 
 
-def wait_until(truth: Callable[[], object], timeout_s: float = 60) -> None:
+def wait_until(truth: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not truth():
         assert time.monotonic() < deadline
@@ -110,12 +115,15 @@ def wait_until(truth: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server_port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, server_port: int) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("prefect")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{server_port}"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     } | {
@@ -143,8 +151,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             return False
 
     try:
-        background("server", "start", "--port", str(port))
-        wait_until(healthy, 180)
+        background("server", "start", "--port", str(server_port))
+        wait_until(healthy)
         subprocess.run(
             ["make", "deploy", "MODELS=/srv/virnuc/models"],
             env=environment,
@@ -155,10 +163,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
     finally:
         for process in reversed(processes):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-            process.wait(10)
+            kill_all(family_of(process.pid))
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +173,7 @@ def page() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(120_000)  # milliseconds, on a busy machine
         yield page
         browser.close()
 
@@ -254,14 +260,15 @@ def look_at_artifacts(server: Server, page: Any) -> None:
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('criteria-ci-smoke'))}")
     page.get_by_text("PASS").first.wait_for()
     shot(page, "6-criteria")
-    assert page.get_by_text("≥99%").first.is_visible()
+    page.get_by_text("≥99%").first.wait_for()
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('report-ci-smoke'))}")
     page.get_by_text("Consensus label agreement").first.wait_for()
     shot(page, "7-report")
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('charts-ci-smoke'))}")
     picture = page.get_by_alt_text("When each stage ran").first
     picture.wait_for()
-    assert picture.evaluate("image => image.complete && image.naturalWidth > 100")
+    is_loaded = "image => image.complete && image.naturalWidth > 100"
+    page.wait_for_function(is_loaded, arg=picture.element_handle())
     shot(page, "7-charts")
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('trend-ci-smoke'))}")
     page.get_by_text("no earlier run of this profile").first.wait_for()
@@ -302,7 +309,7 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.get_by_role("button", name="Resume").first.click()
     shot(page, "3-approval-form")
     page.get_by_text("Are all criteria met").first.wait_for()
-    assert page.get_by_text("1 of 1 asked criteria met").last.is_visible()
+    page.get_by_text("1 of 1 asked criteria met").last.wait_for()
     choose_first(page, "The decision", "approved")
     fill(page, "Who decides", "Ada")
     page.get_by_role("button", name="Submit").last.click()
@@ -361,7 +368,7 @@ def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_fo
     assert run["state_type"] == "FAILED"
     assert "not met: Time on one device" in run["state"]["message"]
     wait_until(
-        lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=10).json()["paused"]
+        lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=60).json()["paused"]
     )
     page.goto(f"{server.url}/runs")
     page.get_by_text("Criteria not met").first.wait_for()
@@ -382,19 +389,15 @@ def test_a_run_cancelled_in_the_ui_is_gone(
         "shard_tokens": 8192,
     }
     server.ask(f"deployments/{deployment}/create_flow_run", parameters=arguments)
-    wait_until(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, 120)
+    wait_until(lambda: committed(out_dir) >= 3)
     run = server.wait(deployment, "Running")
-    family = [
-        child
-        for child in server.host.children(recursive=True)
-        if "virnuc_core" in " ".join(child.cmdline())
-    ]
+    family = running_with("virnuc_core", server.host.children(recursive=True))
     assert family
     page.goto(f"{server.url}/runs/flow-run/{run['id']}")
     page.get_by_role("button", name="Cancel").first.click()
     shot(page, "9-cancel")
     page.locator("[role=dialog], .p-modal").last.get_by_role("button", name="Confirm").click()
-    wait_until(lambda: not any(child.is_running() for child in family), 15)
-    server.wait(deployment, "Cancelled", timeout_s=60)
+    wait_until(lambda: gone(family), 25)  # Prefect's worker would kill them after 30 s
+    server.wait(deployment, "Cancelled")
     page.reload()
     shot(page, "10-cancelled")
