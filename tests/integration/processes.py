@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from tests.changing_folders import content_of, paths_below
@@ -31,6 +32,30 @@ def wait_for(truth: Callable[[], Any], what: str, patience_s: float = PATIENCE_S
         assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
         time.sleep(0.02)
     return result
+
+
+def ask_server(method: str, url: str, **options: Any) -> Any:
+    """Send a request to the API of a Prefect server, and return the parsed answer.
+
+    A busy server may answer 503, because its database is locked. Prefect's clients then ask again,
+    and so does this function.
+
+    Args:
+        method: "GET" or "POST".
+        url: The whole address.
+        options: As `httpx.request` takes them.
+
+    Raises:
+        httpx.HTTPStatusError: The answer is another error.
+    """
+
+    def answer() -> httpx.Response | None:
+        response = httpx.request(method, url, timeout=PATIENCE_S, **options)
+        is_unavailable = response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+        return None if is_unavailable else response
+
+    response: httpx.Response = wait_for(answer, f"an answer to {url}")
+    return response.raise_for_status().json()
 
 
 def committed(out: Path) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpcore
-import httpx
 import psutil
 import pytest
 from prefect import flow
@@ -34,6 +33,7 @@ from .processes import (
     PATIENCE_S,
     PREFECT,
     VIRNUC,
+    ask_server,
     background,
     committed,
     gone,
@@ -250,9 +250,7 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
                 run.worker().resume()
                 run.process.terminate()
                 assert run.ends() == 130, run.log.read_text()
-                flow_runs = httpx.post(
-                    f"{url}/flow_runs/filter", json={}, timeout=PATIENCE_S
-                ).json()
+                flow_runs = ask_server("POST", f"{url}/flow_runs/filter", json={})
     assert [flow_run["state_name"] for flow_run in flow_runs] == ["Crashed"]
 
 

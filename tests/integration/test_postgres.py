@@ -16,7 +16,7 @@ import pytest
 
 from tests.process_lookup import family_of, kill_all
 
-from .processes import PATIENCE_S, PREFECT, ROOT, reserved_port, wait_for
+from .processes import PATIENCE_S, PREFECT, ROOT, ask_server, reserved_port, wait_for
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 pytestmark = [
@@ -123,14 +123,10 @@ def test_a_flow_survives_a_restart_of_the_server(
             return False
 
     def ask(path: str, **body: Any) -> Any:
-        return httpx.post(f"{api}/{path}", json=body, timeout=PATIENCE_S).raise_for_status().json()
+        return ask_server("POST", f"{api}/{path}", json=body)
 
     def run_state(run: str) -> dict[str, Any]:
-        return dict(
-            httpx.get(f"{api}/flow_runs/{run}", timeout=PATIENCE_S)
-            .raise_for_status()
-            .json()["state"]
-        )
+        return dict(ask_server("GET", f"{api}/flow_runs/{run}")["state"])
 
     log, out_dir = tmp_path / "log", tmp_path / "run"
     server = [*PREFECT, "server", "start", "--port", str(port)]

@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import UUID
 
-import httpx
 import pytest
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -27,7 +26,7 @@ from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Sch
 from virnuc.flows.prefect_flows.inbox import predict_inbox
 from virnuc.tasks.events import emit
 
-from .processes import PATIENCE_S, PREFECT, ROOT, wait_for
+from .processes import PREFECT, ROOT, ask_server, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -184,11 +183,9 @@ def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None
     run = client.create_flow_run_from_deployment(deployment(client, "seen"))
 
     def kept() -> bool:
-        answer = httpx.post(
-            f"{PREFECT_API_URL.value()}/events/filter",
-            json={"filter": {"event": {"prefix": ["prefect.flow-run."]}}, "limit": 50},
-            timeout=PATIENCE_S,
-        ).json()["events"]
+        event_filter = {"event": {"prefix": ["prefect.flow-run."]}}
+        address = f"{PREFECT_API_URL.value()}/events/filter"
+        answer = ask_server("POST", address, json={"filter": event_filter, "limit": 50})["events"]
         return any(
             event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
             for event in answer

@@ -35,7 +35,16 @@ from virnuc_core.errors import VirnucError
 
 from .conftest import answers
 from .flow_runs import running_flow_run
-from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, own_server, wait_for
+from .processes import (
+    PATIENCE_S,
+    PREFECT,
+    VIRNUC,
+    ask_server,
+    background,
+    committed,
+    own_server,
+    wait_for,
+)
 from .running_command import SERVER, SIZES, running
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
@@ -316,10 +325,8 @@ def test_a_run_that_another_ended_with_a_pickle_ends_as_its_own_flow_did(
         run.worker().suspend()
         flow_run = running_flow_run("attacked · cpu:1")
         url = f"{PREFECT_API_URL.value()}/flow_runs/{flow_run.id}/set_state"
-        answer = httpx.post(
-            url, json={"state": forged_state(payload), "force": True}, timeout=PATIENCE_S
-        ).raise_for_status()
-        assert answer.json()["status"] == "ACCEPT"
+        body = {"state": forged_state(payload), "force": True}
+        assert ask_server("POST", url, json=body)["status"] == "ACCEPT"
         run.worker().resume()
         assert run.ends() == 0, run.log.read_text()
         log = run.log.read_text()
@@ -475,13 +482,8 @@ def test_a_server_that_the_user_named_is_used_with_his_own_settings(
         with background((*VIRNUC, *words), environment, tmp_path / "log") as process:
             assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
         assert "its server answers" not in (tmp_path / "log").read_text()
-        runs = (
-            httpx.post(
-                f"{url}/flow_runs/filter", json={}, auth=("team", "words"), timeout=PATIENCE_S
-            )
-            .raise_for_status()
-            .json()
-        )
+        auth = ("team", "words")
+        runs = ask_server("POST", f"{url}/flow_runs/filter", json={}, auth=auth)
     assert [run["state_name"] for run in runs] == ["Completed"]
 
 

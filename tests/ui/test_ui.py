@@ -23,7 +23,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.integration.processes import PATIENCE_S, committed, gone, reserved_port
+from tests.integration.processes import PATIENCE_S, ask_server, committed, gone, reserved_port
 from tests.process_lookup import family_of, kill_all, running_with
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.encoders.convert import init_random
@@ -67,11 +67,7 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> Any:
         """POST to the API."""
-        return (
-            httpx.post(f"{self.url}/api/{path}", json=body, timeout=PATIENCE_S)
-            .raise_for_status()
-            .json()
-        )
+        return ask_server("POST", f"{self.url}/api/{path}", json=body)
 
     def deployment(self, name: str) -> str:
         """Id of a deployment."""
@@ -367,9 +363,8 @@ def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_fo
     run = server.wait(deployment, "Criteria not met")
     assert run["state_type"] == "FAILED"
     assert "not met: Time on one device" in run["state"]["message"]
-    wait_until(
-        lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=60).json()["paused"]
-    )
+    address = f"{server.url}/api/deployments/{deployment}"
+    wait_until(lambda: ask_server("GET", address)["paused"])
     page.goto(f"{server.url}/runs")
     page.get_by_text("Criteria not met").first.wait_for()
     shot(page, "11-criteria-not-met")

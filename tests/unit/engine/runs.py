@@ -31,6 +31,7 @@ SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, 
 N_CORES = min(2, len(os.sched_getaffinity(0)))
 ALL_CORES = f"cpu:{N_CORES}"
 ONE_CORE = Devices.parse("cpu:1")
+PAUSE_S = 0.05  # for which a busy machine may stop a process between two stages
 # Between attempts to read, in child processes: where a file server comes back meanwhile, and where
 # every attempt fails.
 SHORT_PAUSES_S = (0.05, 0.1, 0.2)

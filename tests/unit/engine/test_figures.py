@@ -27,12 +27,9 @@ from virnuc_core.telemetry.log import Telemetry, latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
 from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
 
-from .runs import ONE_CORE, SMALL, classify_store
+from .runs import ONE_CORE, PAUSE_S, SMALL, classify_store
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
-
-
-PAUSE_S = 0.05  # for which a busy machine may stop a process between two stages
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.process_lookup import family_of, kill_all, running_with
+from tests.process_lookup import family_of, has_ended, kill_all, running_with
 from virnuc_core import pipeline
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine import process, shards
@@ -39,6 +39,7 @@ from virnuc_core.telemetry.log import read_telemetry
 from .runs import (
     ALL_CORES,
     N_CORES,
+    PAUSE_S,
     SMALL,
     classify_store,
     copy_run,
@@ -150,9 +151,10 @@ def test_killed_workers_cost_nothing_but_time(
         for count in (2, 4):
             while len(list((root / "shards").glob("0*.h5"))) < count and not stop.is_set():
                 time.sleep(0.005)
-            for child in running_workers()[:1]:
-                child.kill()
-                child.wait(60)
+            victims = running_workers()[:1]
+            kill_all(victims)
+            while not all(map(has_ended, victims)):
+                time.sleep(0.005)
 
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()
@@ -240,7 +242,7 @@ def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
         name: seconds for name, seconds in summary.stages.items() if seconds is not None
     }
     assert sum(stage_seconds.values()) - 2 * stage_seconds["Overlapped"] == pytest.approx(
-        summary.total_s, rel=0.01
+        summary.total_s, rel=0.01, abs=PAUSE_S
     )
     assert stage_seconds["Earlier attempts: committed"] == pytest.approx(first_attempt.worked_s)
     assert read_record(RunDir(root)).attempts == summary.attempts
