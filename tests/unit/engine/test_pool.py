@@ -145,10 +145,11 @@ def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")  # one that imports torch sends no heartbeat meanwhile
 def test_an_idle_worker_that_is_stopped_is_replaced(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:
-    engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
+    engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 4.0})
     spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=engine)
     with workers_for(spec, tmp_path, keep=True) as pool:
         first_summary = classify_store(
