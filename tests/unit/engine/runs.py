@@ -32,8 +32,9 @@ N_CORES = min(2, len(os.sched_getaffinity(0)))
 ALL_CORES = f"cpu:{N_CORES}"
 ONE_CORE = Devices.parse("cpu:1")
 PAUSE_S = 0.05  # for which a busy machine may stop a process between two stages
-# Between attempts to read, in child processes: where a file server comes back meanwhile, and where
-# every attempt fails.
+# Between attempts to read, in child processes: where a file server comes back as soon as a test has
+# seen a call fail, where it stays away for long, and where every attempt fails.
+MANY_PAUSES_S = (0.1,) * 600
 SHORT_PAUSES_S = (0.05, 0.1, 0.2)
 NO_PAUSES_S = (0.0, 0.0, 0.0)
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
@@ -111,8 +112,12 @@ def predict_in_child() -> None:
     Reading is tried again after short pauses only; without any if calls fail for good.
     """
     root, models, reads = sys.argv[1:]
-    comes_back = "FAIL_WHILE" in os.environ
-    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S if comes_back else NO_PAUSES_S
+    if "FAIL_LOG" in os.environ:
+        system_errors.RETRY_PAUSES_S = MANY_PAUSES_S
+    elif "FAIL_WHILE" in os.environ:
+        system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    else:
+        system_errors.RETRY_PAUSES_S = NO_PAUSES_S
     spec = RunSpec(
         out=Path(root), reads=(reads,), models=Path(models), devices=ONE_CORE, engine=SMALL
     )
