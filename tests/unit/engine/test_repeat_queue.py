@@ -249,6 +249,15 @@ def test_a_death_with_several_possible_causes_is_charged_to_one_shard_only(pool:
     assert not job.unclear_deaths
 
 
+def test_a_committed_shard_is_not_suspected_of_an_earlier_death_any_more(tmp_path: Path) -> None:
+    job = PooledJob(run="r", logs=tmp_path, on_event=print, remaining={2, 3})
+    job.unclear_deaths = [{1, 2}, {1}]
+    job.clear_shard(1)
+    assert [shard for shard in (1, 2, 3) if job.is_suspect(shard)] == [2]
+    assert job.charge_death(2) == 2, "the death that 1 or 2 had caused, and this one"
+    assert not job.unclear_deaths, "the death without a cause that is left came from outside"
+
+
 def answer_next(pool: Any, shard: int) -> None:
     """Let a new worker compute the next shard, which it gets alone."""
     assert start(pool).received == [shard]
