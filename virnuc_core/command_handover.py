@@ -1,12 +1,13 @@
 """Hands a command over to a process that has loaded the program already: what both ends do.
 
-`virnuc serve` keeps such a process (the preloaded process, `virnuc_core.engine.preloaded`). It
-forks a child that runs the command. The process that the user has started, the terminal process,
-then only waits: it forwards signals, and ends as the child ends.
+`virnuc serve` keeps such processes (preloaded processes, `virnuc_core.engine.preloaded`). One of
+them forks a child that runs the command. The process that the user has started, the terminal
+process, then only waits: it forwards signals, and ends as the child ends.
 
 The messages, on one connection:
 
-1. The terminal process sends `RunCommand` with the facts of `virnuc_core.process_facts`.
+1. The terminal process sends `RunCommand` with the program that the child must have loaded, and
+   with the facts of `virnuc_core.process_facts` and further ones of that program.
 2. The child answers `Child` with its process id. Or the server answers `Refused`.
 3. The terminal process sends `Handover` with its `ProcessState`. With the message come its standard
    streams, its working directory, and the lifeline: one end of a pair of sockets. The kernel kills
@@ -146,13 +147,23 @@ def is_stopped(pid: int) -> bool:
 class TerminalProcess:
     """The process that the user has started, while a child of the server runs its command."""
 
-    def __init__(self, connection: Messages, server: Peer) -> None:
+    def __init__(
+        self,
+        connection: Messages,
+        server: Peer,
+        program: str,
+        program_facts: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin with a new connection to the user's server.
 
         Args:
             connection: The connection.
             server: The server.
+            program: The name of the program that the child must have loaded.
+            program_facts: What must be equal for this program, besides `process_facts`.
         """
+        self._program = program
+        self._program_facts = dict(program_facts or {})
         self._connection = connection
         self._server = server
         self._deadline_s = time.monotonic() + ANSWER_S
@@ -210,7 +221,8 @@ class TerminalProcess:
         """
         if is_stopped(self._server.pid):
             return False
-        self._connection.send(format_message("RunCommand", facts=process_facts()))
+        facts = process_facts() | self._program_facts
+        self._connection.send(format_message("RunCommand", program=self._program, facts=facts))
         name, fields = parse_message(self._connection.receive(ANSWER_S))
         if name != "Child":
             return False

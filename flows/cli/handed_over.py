@@ -8,6 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+# The programs that a server keeps loaded, and their modules
+WITHOUT_PREFECT: Final = "the program without Prefect"
+WITH_PREFECT: Final = "the program with Prefect"
+PROGRAMS: Final = {
+    WITHOUT_PREFECT: "virnuc.flows.cli.preload",
+    WITH_PREFECT: "virnuc.flows.cli.preload_prefect",
+}
+NO_PREFECT: Final = "--no-prefect"
 # Paths that lead to another file in another process
 OWN_PATHS: Final = ("/dev/fd/", "/proc/self", "/proc/thread-self")
 # Values of an environment variable that switch a flag off, as cyclopts reads them
@@ -26,7 +34,7 @@ def run_in_server(words: Sequence[str]) -> int | None:
     if not may_be_handed_over(words, os.environ) or not _has_streams(words):
         return None
     try:
-        return _hand_over()
+        return _hand_over(words)
     except KeyboardInterrupt:  # before a child has begun the command
         from virnuc.flows.exit_deadline import INTERRUPTED, INTERRUPTED_MESSAGE
 
@@ -34,8 +42,11 @@ def run_in_server(words: Sequence[str]) -> int | None:
         return INTERRUPTED
 
 
-def _hand_over() -> int | None:
+def _hand_over(words: Sequence[str]) -> int | None:
     """Find a server of this user, and hand the command of this process over to it.
+
+    Args:
+        words: The words after `virnuc`.
 
     Returns:
         The exit code; None if this process must run the command itself.
@@ -53,15 +64,28 @@ def _hand_over() -> int | None:
         except VirnucError:
             return None  # the command says what is wrong
         if server is not None:
-            connection, peer = server
-            return TerminalProcess(connection, peer).run()
+            program, facts = _program_of(words)
+            return TerminalProcess(*server, program, facts).run()
     return None
+
+
+def _program_of(words: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the program that a child must have loaded, and what must be equal for it.
+
+    Args:
+        words: The words after `virnuc`.
+    """
+    if not uses_prefect(words, os.environ):
+        return WITHOUT_PREFECT, {}
+    from virnuc.flows.cli.prefect_facts import prefect_facts
+
+    return WITH_PREFECT, prefect_facts(os.environ)
 
 
 def may_be_handed_over(words: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return true if another process may run a command line.
 
-    It may run predictions without Prefect, on this machine, unless the user has switched it off.
+    It may run predictions on this machine, unless the user has switched it off.
 
     Args:
         words: The words after `virnuc`.
@@ -69,14 +93,24 @@ def may_be_handed_over(words: Sequence[str], environment: Mapping[str, str]) -> 
     """
     if words[:1] != ["predict"]:
         return False
-    no_prefect = environment.get("VIRNUC_NO_PREFECT", "").lower() not in FALSE_VALUES
-    if "--no-prefect" not in words and not no_prefect:
-        return False
     for word in words:
-        option, _, _ = word.partition("=")
+        option, has_value, _ = word.partition("=")
         if option == "--cluster" or any(path in word for path in OWN_PATHS):
             return False
+        if option == NO_PREFECT and has_value:  # only the command itself reads such values
+            return False
     return _serve_mode(words, environment) != "off"
+
+
+def uses_prefect(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return true if a command line shows its run on a Prefect server.
+
+    Args:
+        words: The words after `virnuc`.
+        environment: The variables by name.
+    """
+    is_off_by_default = environment.get("VIRNUC_NO_PREFECT", "").lower() not in FALSE_VALUES
+    return NO_PREFECT not in words and not is_off_by_default
 
 
 def _serve_mode(words: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -2,10 +2,7 @@
 
 import os
 from collections.abc import MutableMapping
-from importlib.util import find_spec
 from typing import Final
-
-from virnuc_core.proxies import bypass_for_loopback
 
 PREFECT_DEFAULTS: Final = {
     # also prevents Prefect's notice that use is counted
@@ -30,9 +27,18 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     Args:
         environment: The environment to change, that of this process unless given.
     """
+    set_prefect_defaults(environment)
+    bypass_proxies(environment)
+
+
+def set_prefect_defaults(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of Prefect that the user has not set.
+
+    Args:
+        environment: The environment to change.
+    """
     for name, value in PREFECT_DEFAULTS.items():
         environment.setdefault(name, value)
-    bypass_proxies(environment)
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
@@ -41,4 +47,9 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     Args:
         environment: The environment to change.
     """
+    # A command that a server runs needs none of this, so it is imported here.
+    from importlib.util import find_spec
+
+    from virnuc_core.proxies import bypass_for_loopback
+
     bypass_for_loopback(environment, has_socks=find_spec("socksio") is not None)

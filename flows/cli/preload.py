@@ -58,6 +58,11 @@ def load() -> None:
         app.parse_args(EXAMPLE, exit_on_error=False, print_error=False)
 
 
+def facts() -> dict[str, str]:
+    """Return what must be equal for a command to run in a child, besides `process_facts`."""
+    return {}
+
+
 def run() -> int:
     """Run the command line of this process, and return its exit code."""
     from virnuc.flows.cli.app import main

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from virnuc.flows.cli.handed_over import PROGRAMS, WITHOUT_PREFECT
 from virnuc_core.errors import ConfigError, UnsafeFileError, printable
 from virnuc_core.private_socket import InUseError, PrivateListener, socket_folders
 from virnuc_core.system_errors import describe_system_error
@@ -24,15 +25,19 @@ def serve(
 ) -> int:
     """Keep workers with loaded models for your runs of `virnuc predict`, until Ctrl-C.
 
-    The program is kept loaded, too, for runs with --no-prefect. Other commands (`validate`,
-    `scale`, `tune`, `profile`, `train`) start workers of their own.
+    The program is kept loaded, too. Other commands (`validate`, `scale`, `tune`, `profile`,
+    `train`) start workers of their own.
     """
     idle_s = parse_duration(idle)
     listener = _listen()
     from virnuc_core.engine.worker_server import WorkerServer
 
     server = WorkerServer(
-        listener, idle_s=idle_s, report=_report, command_module="virnuc.flows.cli.preload"
+        listener,
+        idle_s=idle_s,
+        report=_report,
+        programs=PROGRAMS,
+        first_program=WITHOUT_PREFECT,
     )
     _report(f"runs of yours can use this server now: {listener.path}")
     try:

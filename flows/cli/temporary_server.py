@@ -52,14 +52,15 @@ SERVER_PROGRAM: Final = (
 )
 # Packages that the server and the command both import. A copy of the command has them.
 SHARED_PACKAGES: Final = ("prefect.main", "fastapi")
+# A package of Prefect's queues would check the types of its arguments. To write these checks takes
+# a tenth of a second at each import.
+SKIP_TYPE_CHECKS: Final = {"PY_KEY_VALUE_DISABLE_BEARTYPE": "true"}
 # What a server gets in its environment
 SERVER_DEFAULTS: Final = {
     # as Prefect sets them for a server of its own that lives as long as one process
     "PREFECT_UI_ENABLED": "0",
     "PREFECT__SERVER_EPHEMERAL": "1",
-    # A package of Prefect's queues would check the types of its arguments. To write these checks
-    # takes a tenth of a second at each import.
-    "PY_KEY_VALUE_DISABLE_BEARTYPE": "true",
+    **SKIP_TYPE_CHECKS,
 }
 log = logging.getLogger(__name__)
 # what a user can do if no server can be had; for the error messages

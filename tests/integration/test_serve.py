@@ -11,11 +11,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.process_lookup import family_of, running_with
@@ -25,51 +23,25 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read_record
 
 from .processes import PATIENCE_S, VIRNUC, background, committed, gone, wait_for
+from .serving import (
+    child_of_server,
+    log_of,
+    masked,
+    n_handed_over,
+    results,
+    serve_environment,
+    serving,
+)
 
 pytestmark = pytest.mark.slow
 
 WORKER = "virnuc_core.engine.worker"
-RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 # So many shards that a run can be struck in the middle.
 SMALL_SHARDS = ("--shard-tokens", "1000")
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    runtime = home / "runtime"
-    runtime.mkdir(exist_ok=True)
-    return {
-        **os.environ,
-        "XDG_RUNTIME_DIR": str(runtime),
-        "VIRNUC_NO_PREFECT": "1",
-        **more,
-    }
-
-
-@contextmanager
-def serving(home: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `virnuc serve` until the block ends."""
-    with background((*VIRNUC, "serve", *words), environment(home), home / "serve.log") as server:
-        wait_for(lambda: "can use this server" in log_of(home), "the server")
-        wait_for(lambda: is_handed_over(home), "the program to be loaded")
-        yield server
-
-
-def is_handed_over(home: Path) -> bool:
-    """Return true if the server lets a child run a short command."""
-    n_before = n_handed_over(home)
-    command = (*VIRNUC, "predict", "--help")
-    subprocess.run(command, env=environment(home), capture_output=True, check=True)
-    return n_handed_over(home) > n_before
-
-
-def n_handed_over(home: Path) -> int:
-    """Return how many commands the children of the server have run."""
-    return log_of(home).count("runs the command of process")
-
-
-def log_of(home: Path) -> str:
-    log = home / "serve.log"
-    return log.read_text() if log.exists() else ""
+    return serve_environment(home, {**os.environ, "VIRNUC_NO_PREFECT": "1", **more})
 
 
 def words_of(reads: Path, models: Path, out: Path, *more: str) -> tuple[str, ...]:
@@ -89,12 +61,6 @@ def predict(home: Path, reads: Path, models: Path, out: Path, *more: str) -> str
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stderr
-
-
-def results(out: Path) -> dict[str, bytes]:
-    """Return the result files and all committed shards of a run."""
-    shards = sorted((out / "shards").glob("0*.h5"))
-    return {path.name: path.read_bytes() for path in (*(out / name for name in RESULTS), *shards)}
 
 
 def worker_pids(out: Path) -> list[int]:
@@ -118,7 +84,7 @@ def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_ane
 ) -> None:
     own_models = tmp_path / "models"
     shutil.copytree(models, own_models)
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         first, second, replaced = (tmp_path / name for name in ("first", "second", "replaced"))
         predict(tmp_path, some_reads, own_models, first, "--serve", "require")
         predict(tmp_path, some_reads, own_models, second)
@@ -137,16 +103,6 @@ def test_borrowed_workers_give_the_same_bytes_and_a_replaced_model_is_loaded_ane
         assert server.wait(PATIENCE_S) == 0
         wait_for(lambda: gone(workers), "the workers to end")
     assert "Traceback" not in log_of(tmp_path)
-
-
-def masked(text: str) -> str:
-    """Return what a command says without its times and speeds.
-
-    How often it says how far it is depends on how long it takes, so only the last time is kept.
-    """
-    text = re.sub(r"(?m)(^.*  Embedding: .*\n)+(?=.*  Embedding: )", "", text)
-    text = re.sub(r"\d\d:\d\d(:\d\d)?|[\d,.]+ (tok/s|s\b)", "…", text)
-    return re.sub(r"(elapsed|ETA|ready after) \S+", r"\1 …", text)
 
 
 def in_folder(
@@ -170,7 +126,7 @@ def test_a_child_of_the_server_does_and_says_what_a_process_of_its_own_does(
     tmp_path: Path, some_reads: Path, models: Path
 ) -> None:
     text = some_reads.read_bytes()
-    with serving(tmp_path):
+    with serving(tmp_path, environment(tmp_path)):
         n_before = n_handed_over(tmp_path)
         runs = {}
         for name, serve in (("own", "auto"), ("alone", "off")):
@@ -214,7 +170,7 @@ def test_a_limit_ends_a_child_as_it_ends_a_process_of_its_own(
         resource.setrlimit(kind, (limit, limit))
 
     ends = []
-    with serving(tmp_path):
+    with serving(tmp_path, environment(tmp_path)):
         for serve in ("auto", "off"):
             words = (str(some_reads), "-o", "run", "--serve", serve)
             folder = tmp_path / serve
@@ -232,18 +188,11 @@ def without_free_space(line: str) -> str:
     return re.sub(r"[0-9.]+ GB free", "free", line)
 
 
-def child_of_server(server: subprocess.Popen[bytes]) -> psutil.Process:
-    """Return the child that runs a command now."""
-    (preloaded,) = running_with("engine.preloaded", psutil.Process(server.pid).children())
-    (child,) = preloaded.children()
-    return child
-
-
 def test_a_killed_command_ends_its_child_and_can_be_resumed(
     tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     out = tmp_path / "run"
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
@@ -264,7 +213,7 @@ def test_an_interrupt_reaches_the_child_and_the_run_can_be_resumed(
     number: signal.Signals,
 ) -> None:
     out = tmp_path / "run"
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
@@ -281,7 +230,7 @@ def test_a_killed_child_ends_its_command_as_if_that_was_killed(
     tmp_path: Path, some_reads: Path, models: Path
 ) -> None:
     out = tmp_path / "run"
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
@@ -293,7 +242,7 @@ def test_two_commands_at_once_are_both_done(
     tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     outs = [tmp_path / "first", tmp_path / "second"]
-    with serving(tmp_path), ExitStack() as stack:
+    with serving(tmp_path, environment(tmp_path)), ExitStack() as stack:
         n_before = n_handed_over(tmp_path)
         runs = []
         for out in outs:
@@ -308,7 +257,7 @@ def test_two_commands_at_once_are_both_done(
 def test_a_changed_environment_lets_the_command_run_by_itself(
     tmp_path: Path, some_reads: Path, models: Path
 ) -> None:
-    with serving(tmp_path):
+    with serving(tmp_path, environment(tmp_path)):
         n_before = n_handed_over(tmp_path)
         finished = subprocess.run(
             words_of(some_reads, models, tmp_path / "run"),
@@ -326,7 +275,7 @@ def test_a_run_outlives_its_server(
     tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     out = tmp_path / "run"
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")
@@ -349,7 +298,7 @@ def test_a_killed_run_leaves_no_worker_in_its_folder_and_can_be_resumed(
     tmp_path: Path, some_reads: Path, models: Path, alone: dict[str, bytes]
 ) -> None:
     out = tmp_path / "run"
-    with serving(tmp_path) as server:
+    with serving(tmp_path, environment(tmp_path)) as server:
         command = words_of(some_reads, models, out)
         with background(command, environment(tmp_path), tmp_path / "log") as run:
             wait_for(lambda: committed(out) >= 2, "two shards")

@@ -61,8 +61,10 @@ class PreloadedProcess:
         """Prepare. The process is not started yet.
 
         Args:
-            module: The module whose function `load` the process calls at its start, and whose
-                function `run` its children call.
+            module: The module of the program. The process calls its functions `load`, at its start,
+                and `facts`, for what a command must have in common with it besides
+                `process_facts`. Its children call the function `run`. `PROGRAM_FOLDERS` are the
+                folders whose files, if they change, end the process.
             start: Calls a function in a thread that lives as long as the server. The kernel ends
                 the process when the thread that started it ends.
         """
@@ -120,7 +122,7 @@ class PreloadedProcess:
         If there is no preloaded process, one is started, which can take the next connection.
 
         Args:
-            facts: Those of the terminal process; see `process_facts`.
+            facts: Those of the terminal process.
             connection: The handle of its connection. The caller closes it afterwards.
 
         Returns:
@@ -195,7 +197,7 @@ def run_preloaded_process(module_name: str, control: int) -> None:
     """Load the program, and fork a child for each command, until the server ends.
 
     Args:
-        module_name: The module with the functions `load` and `run`.
+        module_name: The module of the program; see `PreloadedProcess`.
         control: The handle of the connection to the server.
     """
     host = _ChildHost(importlib.import_module(module_name), socket.socket(fileno=control))
@@ -223,7 +225,7 @@ class _ChildHost:
         """Prepare. Nothing is loaded yet.
 
         Args:
-            module: Has the functions `load` and `run`.
+            module: The program; see `PreloadedProcess`.
             control: The connection to the server.
         """
         self._module = module
@@ -241,7 +243,8 @@ class _ChildHost:
         gc.freeze()
         assert self._control is not None
         with suppress(OSError):  # the server has ended meanwhile
-            self._control.send(json.dumps(process_facts()).encode())
+            facts = process_facts() | self._module.facts()
+            self._control.send(json.dumps(facts).encode())
 
     def serve(self) -> None:
         """Fork children until the server ends or the program was changed.

@@ -4,8 +4,9 @@ This is the work of `virnuc serve`. A run connects, says which worker it needs, 
 messages are passed on in both directions until it returns the worker. The worker then keeps its
 models for the next run.
 
-The server also keeps a process that has loaded the program. A child of it runs the command of a
-user, so that the user's own process need not load anything (`virnuc_core.engine.preloaded`).
+The server also keeps processes that have loaded the program, with Prefect or without. A child of
+one of them runs the command of a user, so that the user's own process need not load anything
+(`virnuc_core.engine.preloaded`).
 
 A worker that a run has left in the middle of its work is ended, so that it writes no more into the
 folder of that run. A worker whose models were replaced on the disk is ended, too. A GPU is given
@@ -17,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,12 +61,13 @@ TICK_S: Final = 0.2  # how often the server looks for idle workers and for reque
 
 
 class RunCommand(Message):
-    """A command asks to be run by a child of the preloaded process.
+    """A command asks to be run by a child of a preloaded process.
 
     It is the first message on its connection; see `virnuc_core.command_handover`.
     """
 
-    facts: dict[str, str]  # of `process_facts`
+    program: str  # which of the server's programs, by its name
+    facts: dict[str, str]  # what a preloaded process must have in common with this process
 
 
 class HeldChild(Child):
@@ -178,7 +180,8 @@ class WorkerServer:
         idle_s: float,
         report: Callable[[str], None] = log.info,
         module: str = WORKER,
-        command_module: str | None = None,
+        programs: Mapping[str, str] | None = None,
+        first_program: str | None = None,
     ) -> None:
         """Prepare the server. It holds no worker before a run has asked for one.
 
@@ -187,8 +190,10 @@ class WorkerServer:
             idle_s: Seconds after which a worker that nobody has borrowed is ended.
             report: Is called with a line about each event.
             module: The module whose function `work` the workers run.
-            command_module: The module of the preloaded process; see `PreloadedProcess`. None keeps
-                no such process.
+            programs: The programs that are kept loaded, each in a process of its own: the name by
+                which a command asks for it, and the module; see `PreloadedProcess`. A process is
+                started when a command asks for it first. None keeps no program loaded.
+            first_program: The name of the program whose process is started with the server.
         """
         self._listener = listener
         self._idle_s = idle_s
@@ -200,9 +205,10 @@ class WorkerServer:
         self._held_lock = threading.Lock()  # for this table
         self._lending_lock = threading.Lock()  # one run after the other is given its worker
         self._identity = identity()
-        self._preloaded: PreloadedProcess | None = None
-        if command_module is not None:
-            self._preloaded = PreloadedProcess(command_module, self._start_in_thread)
+        self._preloaded: dict[str, PreloadedProcess] = {}
+        for name, command_module in (programs or {}).items():
+            self._preloaded[name] = PreloadedProcess(command_module, self._start_in_thread)
+        self._first_program = first_program
 
     def _start_in_thread(self, start: Callable[[], None]) -> None:
         """Call a function in the thread that lives as long as the server."""
@@ -215,7 +221,7 @@ class WorkerServer:
             stopped: Ends the server.
         """
         try:
-            self._start_preloaded()
+            self._start_first_program()
             while not stopped.is_set():
                 accepted = self._listener.accept_own(TICK_S)
                 if accepted is not None:
@@ -225,13 +231,14 @@ class WorkerServer:
             self._listener.close()
             self._end_all()
 
-    def _start_preloaded(self) -> None:
-        """Start the preloaded process. Without it, commands run by themselves."""
-        if self._preloaded is not None:
+    def _start_first_program(self) -> None:
+        """Start the process of the first program. Without it, commands run by themselves."""
+        if self._first_program is not None:
             try:
-                self._preloaded.start()
+                self._preloaded[self._first_program].start()
             except OSError as error:
-                self._report(f"the program is not kept loaded: {describe_system_error(error)}")
+                reason = describe_system_error(error)
+                self._report(f"{self._first_program} is not kept loaded: {reason}")
 
     def _held_workers(self) -> list[HeldWorker]:
         """Return all workers that are held now."""
@@ -244,8 +251,9 @@ class WorkerServer:
         If a run is just given a worker, this is left for the next time. Otherwise that run could
         find a worker reserved that no other run has.
         """
-        if self._preloaded is not None and self._preloaded.end_if_unused(self._idle_s):
-            self._report("the program is no longer kept loaded: no command has used it for long")
+        for name, preloaded in self._preloaded.items():
+            if preloaded.end_if_unused(self._idle_s):
+                self._report(f"{name} is no longer kept loaded: no command has used it for long")
         if not self._lending_lock.acquire(blocking=False):
             return
         try:
@@ -304,7 +312,7 @@ class WorkerServer:
             run.release()
 
     def _hand_over(self, run: Messages, request: RunCommand, peer: Peer) -> None:
-        """Give the connection of a command to the preloaded process, or refuse it.
+        """Give the connection of a command to a preloaded process, or refuse it.
 
         Args:
             run: The connection.
@@ -314,8 +322,8 @@ class WorkerServer:
         reason = "no program is kept loaded"
         if self._identity["program"] != identity()["program"]:
             reason = PROGRAM_CHANGED
-        elif self._preloaded is not None:
-            reason = self._preloaded.hand_over(request.facts, run.fileno())
+        elif request.program in self._preloaded:
+            reason = self._preloaded[request.program].hand_over(request.facts, run.fileno())
         if reason:
             run.send(Refused(reason=reason).line())
             return
@@ -462,8 +470,8 @@ class WorkerServer:
 
     def _end_all(self) -> None:
         """End all workers, lent or not, at the same time."""
-        if self._preloaded is not None:
-            self._preloaded.end()
+        for preloaded in self._preloaded.values():
+            preloaded.end()
         held_workers = self._held_workers()
         with ThreadPoolExecutor(1 + len(held_workers)) as threads:
             for held in held_workers:

@@ -57,8 +57,7 @@ class Server:
 
     @property
     def preloaded(self) -> psutil.Process:
-        assert self.server._preloaded is not None
-        pid = self.server._preloaded.pid
+        pid = self.server._preloaded["toy"].pid
         assert pid is not None
         return psutil.Process(pid)
 
@@ -112,7 +111,11 @@ def running_server(
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("TOY_OF_SERVER", "1")
         server = WorkerServer(
-            PrivateListener(folder), idle_s=idle_s, report=events.put, command_module=module
+            PrivateListener(folder),
+            idle_s=idle_s,
+            report=events.put,
+            programs={"toy": module, "second toy": module},
+            first_program="toy",
         )
         stopped = threading.Event()
         thread = threading.Thread(target=server.serve, args=(stopped,))
@@ -120,7 +123,7 @@ def running_server(
         try:
             running = Server(folder, server, events)
             patch.delenv("TOY_OF_SERVER")
-            wait_until_ready(server)
+            wait_until_ready(server, "toy")
             yield running
         finally:
             stopped.set()
@@ -128,9 +131,8 @@ def running_server(
             assert not thread.is_alive()
 
 
-def wait_until_ready(server: WorkerServer) -> None:
-    preloaded = server._preloaded
-    assert preloaded is not None
+def wait_until_ready(server: WorkerServer, program: str) -> None:
+    preloaded = server._preloaded[program]
 
     def is_ready() -> bool:
         # The system may have refused it a moment ago. If it still does, this raises the reason.
@@ -207,7 +209,9 @@ def test_a_signal_is_not_lost_if_the_handover_breaks_off(monkeypatch: pytest.Mon
 
         def release(self) -> None: ...
 
-    terminal_process = TerminalProcess(cast(Messages, BrokenConnection()), Peer(pid=1, uid=0))
+    terminal_process = TerminalProcess(
+        cast(Messages, BrokenConnection()), Peer(pid=1, uid=0), "toy"
+    )
     child = subprocess.Popen(["sleep", "60"])
     terminal_process._child_handle = os.pidfd_open(child.pid)
     monkeypatch.setattr(terminal_process, "_hand_over", lambda _resources: True)
@@ -380,13 +384,36 @@ def test_a_fact_that_only_one_side_has_is_refused(server: Server) -> None:
     assert "another TRITON_X" in refusal_of(server, current_facts() | {"TRITON_X": "1"})
 
 
+def test_a_command_whose_program_has_other_facts_runs_itself(server: Server) -> None:
+    assert "another TOY_FACT" in refusal_of(server, current_facts() | {"TOY_FACT": "other"})
+    other = {**os.environ, "TOY_FACT": "other"}
+    assert server.run_anyhow("code", "3", env=other, input="").stderr == "itself\nerr\n"
+
+
+def test_a_second_program_is_loaded_when_a_command_asks_for_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "TOY_PROGRAM": "second toy"}
+    with running_server(tmp_path / "serve") as server:
+        assert server.server._preloaded["second toy"].pid is None
+        assert "itself" in server.run_anyhow("code", "3", env=environment, input="").stderr
+        wait_until_ready(server.server, "second toy")
+        assert server.run("code", "3", env=environment, input="").returncode == 3
+        processes = [server.preloaded, psutil.Process(server.server._preloaded["second toy"].pid)]
+        assert processes[0] != processes[1]
+    wait_for(lambda: all(map(has_ended, processes)), "the end of both")
+
+
+def test_a_program_that_the_server_does_not_know_is_refused(server: Server) -> None:
+    environment = {**os.environ, "TOY_PROGRAM": "unknown"}
+    assert "itself" in server.run_anyhow("code", "3", env=environment, input="").stderr
+
+
 def refusal_of(server: Server, facts: dict[str, str]) -> str:
     """Return why the preloaded process refuses a command. The facts of the toy come first."""
-    fits = {"PYTHONPATH": str(ROOT), **facts}
+    fits = {"PYTHONPATH": str(ROOT), "TOY_FACT": "same", **facts}
     found = connect(server.folder)
     assert found is not None
     connection, _ = found
-    connection.send(format_message("RunCommand", facts=fits))
+    connection.send(format_message("RunCommand", program="toy", facts=fits))
     name, fields = parse_message(connection.receive(PATIENCE_S))
     connection.release()
     assert name == "Refused"
@@ -425,8 +452,8 @@ def test_a_child_does_not_begin_before_the_last_word(server: Server, tmp_path: P
     found = connect(server.folder)
     assert found is not None
     connection, _ = found
-    facts = current_facts() | {"PYTHONPATH": str(ROOT)}
-    connection.send(format_message("RunCommand", facts=facts))
+    facts = current_facts() | {"PYTHONPATH": str(ROOT), "TOY_FACT": "same"}
+    connection.send(format_message("RunCommand", program="toy", facts=facts))
     name, fields = parse_message(connection.receive(PATIENCE_S))
     assert name == "Child", fields
     child = psutil.Process(fields["pid"])
@@ -456,7 +483,8 @@ def test_any_other_answer_lets_the_command_run_itself(
         server_end = Messages(other)
         if answer is not None:
             server_end.send(answer)
-        assert TerminalProcess(Messages(own), Peer(os.getpid(), os.geteuid())).run() is None
+        peer = Peer(os.getpid(), os.geteuid())
+        assert TerminalProcess(Messages(own), peer, "toy").run() is None
 
 
 def test_a_stopped_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +493,8 @@ def test_a_stopped_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         stopped.send_signal(signal.SIGSTOP)
         process = psutil.Process(stopped.pid)
         wait_for(lambda: process.status() == psutil.STATUS_STOPPED, "the stop")
-        assert TerminalProcess(Messages(own), Peer(stopped.pid, os.geteuid())).run() is None
+        peer = Peer(stopped.pid, os.geteuid())
+        assert TerminalProcess(Messages(own), peer, "toy").run() is None
         assert other.recv(1) == b""  # nothing was asked
         stopped.kill()
 
@@ -481,7 +510,7 @@ def test_a_preloaded_process_that_was_killed_is_replaced(tmp_path: Path) -> None
         terminal.communicate(timeout=PATIENCE_S)
         assert terminal.returncode == 143
         assert has_ended(child)
-        wait_until_ready(server.server)
+        wait_until_ready(server.server, "toy")
         assert server.run("code", "3", input="").returncode == 3
 
 
@@ -533,8 +562,7 @@ def test_a_child_whose_end_could_not_be_noticed_is_ended() -> None:
 
 def test_an_unused_process_ends_and_comes_back_with_the_next_command(tmp_path: Path) -> None:
     with running_server(tmp_path / "serve", idle_s=0.3) as server:
-        process = server.server._preloaded
-        assert process is not None
+        process = server.server._preloaded["toy"]
         # If this process rests for long, the other one may have ended, and been started again.
         while process.pid is not None:
             while "no longer kept loaded" not in server.events.get(timeout=PATIENCE_S):

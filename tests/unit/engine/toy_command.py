@@ -20,6 +20,11 @@ def load() -> None:
     """Load nothing."""
 
 
+def facts() -> dict[str, str]:
+    """Return what a command must have in common with the process, besides `process_facts`."""
+    return {"TOY_FACT": "same"}
+
+
 def run() -> int:
     """Do what the first word says."""
     match sys.argv[1]:

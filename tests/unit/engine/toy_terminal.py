@@ -20,7 +20,9 @@ if __name__ == "__main__":
     folder = sys.argv.pop(1)
     time.sleep(float(os.environ.get("TOY_DELAY_S", "0")))  # as if Python were slow to start
     found = connect(Path(folder))
-    code = None if found is None else TerminalProcess(*found).run()
+    facts = {"TOY_FACT": os.environ.get("TOY_FACT", "same")}
+    program = os.environ.get("TOY_PROGRAM", "toy")
+    code = None if found is None else TerminalProcess(*found, program, facts).run()
     if code is None:
         print("itself", file=sys.stderr)
         from tests.unit.engine import toy_command

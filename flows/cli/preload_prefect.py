@@ -1,0 +1,79 @@
+"""Loads the program and Prefect in a process of `virnuc serve`, and runs a command in a child.
+
+Prefect reads its settings when it is imported. So a child runs a command only if the settings of
+the command are those with which Prefect was imported (`virnuc.flows.cli.prefect_facts`).
+"""
+
+import importlib
+import os
+from typing import Final
+
+from virnuc.flows.cli import preload
+from virnuc.flows.cli.prefect_facts import SETTINGS, prefect_facts
+from virnuc.flows.cli.prefect_settings import set_prefect_defaults
+
+# Modules that a run of `virnuc predict` with a Prefect server imports, besides those of `preload`
+MODULES: Final = (
+    "virnuc.flows.cli.server_choice",
+    "virnuc.flows.flow_run",
+    "virnuc.flows.prefect_flows.predict",
+    "virnuc.tasks.server_connection",
+    # The temporary server is a copy of the child, so it finds its modules loaded as well.
+    "virnuc.flows.cli.server_guard",
+    "prefect.server.api.server",
+    "uvicorn",
+)
+NOT_LOADED: Final = "Prefect cannot be loaded"
+PROGRAM_FOLDERS: Final = preload.PROGRAM_FOLDERS
+run = preload.run
+
+_facts: dict[str, str] = {}
+
+
+def load() -> None:
+    """Import what a prediction with a Prefect server needs.
+
+    If Prefect cannot be loaded, no command fits this process. Each runs by itself and says why.
+    """
+    preload.load()
+    set_prefect_defaults(os.environ)
+    _facts.update(prefect_facts(os.environ))
+    try:
+        _import_all()
+    except Exception:  # noqa: BLE001 - a damaged package raises errors of any type
+        _facts[SETTINGS] = NOT_LOADED
+
+
+def _import_all() -> None:
+    """Import all modules that a run needs.
+
+    Raises:
+        Exception: A package is damaged, or Prefect's settings are.
+    """
+    from virnuc.flows.cli.temporary_server import SKIP_TYPE_CHECKS
+
+    # A child takes over the variables of its command, so this changes only these imports.
+    os.environ.update(SKIP_TYPE_CHECKS)
+    for name in MODULES:
+        importlib.import_module(name)
+    from virnuc.flows.flow_run import load_run_modules
+
+    load_run_modules()
+
+
+def facts() -> dict[str, str]:
+    """Return what must be equal for a command to run in a child, besides `process_facts`."""
+    return _facts
+
+
+def read_settings_again() -> None:
+    """Let Prefect read its settings again, and make its log handlers again.
+
+    A child calls this when its command has set up the process: the environment, the working
+    directory, and the streams, which hide secrets.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.logging.configuration import setup_logging
+
+    refresh_global_settings_context()
+    setup_logging(incremental=False)
