@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from typing import Final
 
 PREFECT_DEFAULTS: Final = {
@@ -47,9 +48,7 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     Args:
         environment: The environment to change.
     """
-    # A command that a server runs needs none of this, so it is imported here.
-    from importlib.util import find_spec
-
+    # A command that a server runs does not need it, so it is imported here.
     from virnuc_core.proxies import bypass_for_loopback
 
     bypass_for_loopback(environment, has_socks=find_spec("socksio") is not None)

@@ -457,7 +457,12 @@ def _use_server(server: TemporaryServer) -> None:
     The secret is changed in memory. An environment variable would be inherited by workers.
     """
     from prefect import context
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_KEY,
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    )
 
     current = context.GLOBAL_SETTINGS_CONTEXT
     updates: dict[Any, Any] = {
@@ -465,6 +470,10 @@ def _use_server(server: TemporaryServer) -> None:
         PREFECT_API_AUTH_STRING: f"{USER}:{server.password}",
         PREFECT_API_KEY: None,
     }
+    if "heartbeat_frequency" not in current.settings.flows.model_fields_set:
+        # A flow run waits up to a second for the end of the thread that says it is alive. The
+        # server ends with this command, so nobody would miss a run that says nothing.
+        updates[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
     settings = current.settings.copy_with_update(updates=updates)
     # Custom headers could contain credentials for another server, so they are removed.
     client = settings.client.model_copy(update={"custom_headers": {}})

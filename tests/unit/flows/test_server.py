@@ -6,14 +6,18 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
+from prefect import context
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from virnuc.flows.cli.temporary_server import require_usable_home
+from virnuc.flows.cli.forked_process import ForkedProcess
+from virnuc.flows.cli.temporary_server import TemporaryServer, _use_server, require_usable_home
 from virnuc.tasks import server_connection
 from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.outcome import Outcome
@@ -181,3 +185,20 @@ def test_a_home_that_no_server_can_use_is_named_with_the_way_out(
         spoil(home)
         with pytest.raises(ConfigError, match=rf"Prefect's .*{home}.*--no-prefect"):
             require_usable_home()
+
+
+@pytest.mark.parametrize(("user_value", "expected"), [(None, None), ("60", 60)])
+def test_a_run_on_a_temporary_server_sends_no_heartbeats_unless_the_user_wants_them(
+    user_value: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
+    monkeypatch.delenv(name, raising=False)
+    if user_value is not None:
+        monkeypatch.setenv(name, user_value)
+    monkeypatch.setattr(context, "GLOBAL_SETTINGS_CONTEXT", context.root_settings_context())
+    process = cast(ForkedProcess, None)
+    log = BytesIO()
+    _use_server(TemporaryServer(process, "http://127.0.0.1:1/api", "secret", log, "no way out"))
+    settings = context.GLOBAL_SETTINGS_CONTEXT.settings
+    assert settings.api.url == "http://127.0.0.1:1/api"
+    assert settings.flows.heartbeat_frequency == expected
