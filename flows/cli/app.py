@@ -116,8 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run_and_report(words)
     if is_whole_process:
         gc.freeze()  # the process ends now, so Python need not look for garbage once more
-        # Only a command that has started a flow has imported this module and has a server. Threads
-        # of Prefect may wait for the server without end, so `leave` ends the process if need be.
+        # Only a command that has started a flow has a server, and this module. A child of a process
+        # of `virnuc serve` may have the module without a server, which does no harm. Threads of
+        # Prefect may wait for the server without end, so `leave` ends the process if need be.
         server_connection = sys.modules.get("virnuc.tasks.server_connection")
         if server_connection is not None:
             server_connection.connection.leave(code)

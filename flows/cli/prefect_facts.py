@@ -39,7 +39,7 @@ def prefect_facts(environment: Mapping[str, str]) -> dict[str, str]:
             may be missing.
 
     Returns:
-        A digest, because some settings are secret, by the name that is shown to the user.
+        A digest, because some settings are secret, by the name that the server reports.
     """
     variables = {**PREFECT_DEFAULTS, **environment}
     sources = {}

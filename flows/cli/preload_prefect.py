@@ -5,12 +5,14 @@ the command are those with which Prefect was imported (`virnuc.flows.cli.prefect
 """
 
 import importlib
+import logging
 import os
 from typing import Final
 
 from virnuc.flows.cli import preload
 from virnuc.flows.cli.prefect_facts import SETTINGS, prefect_facts
 from virnuc.flows.cli.prefect_settings import set_prefect_defaults
+from virnuc_core.errors import ConfigError
 
 # Modules that a run of `virnuc predict` with a Prefect server imports, besides those of `preload`
 MODULES: Final = (
@@ -40,7 +42,7 @@ def load() -> None:
     _facts.update(prefect_facts(os.environ))
     try:
         _import_all()
-    except Exception:  # noqa: BLE001 - a damaged package raises errors of any type
+    except (Exception, SystemExit):  # noqa: BLE001 - a damaged package raises errors of any type
         _facts[SETTINGS] = NOT_LOADED
 
 
@@ -48,9 +50,15 @@ def _import_all() -> None:
     """Import all modules that a run needs.
 
     Raises:
-        Exception: A package is damaged, or Prefect's settings are.
+        Exception: A package is damaged, or Prefect's settings are. Or the user has plugins of
+            Prefect, which must begin in each process.
     """
+    from prefect.settings import get_current_settings
+
     from virnuc.flows.cli.temporary_server import SKIP_TYPE_CHECKS
+
+    if get_current_settings().plugins.enabled:
+        raise ConfigError("plugins of Prefect begin when it is imported, and would not in a child")
 
     # A child takes over the variables of its command, so this changes only these imports.
     os.environ.update(SKIP_TYPE_CHECKS)
@@ -71,9 +79,17 @@ def read_settings_again() -> None:
 
     A child calls this when its command has set up the process: the environment, the working
     directory, and the streams, which hide secrets.
+
+    Raises:
+        Exception: A file with settings cannot be read.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.logging.configuration import setup_logging
+    from prefect.settings import PREFECT_LOGGING_EXTRA_LOGGERS
 
     refresh_global_settings_context()
+    # Prefect adds to the handlers of these loggers, and leaves those of the root logger that it
+    # does not know. They write to the streams of the process in which Prefect was imported.
+    for name in ("", *PREFECT_LOGGING_EXTRA_LOGGERS.value()):
+        logging.getLogger(name).handlers.clear()
     setup_logging(incremental=False)

@@ -46,7 +46,7 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
     """
     _keep_in_memory(settings)
     note_command()
-    _prepare_prefect()
+    prepare_prefect()
     server: ChosenServer | None = None
     if not getattr(settings, "no_prefect", False):
         from virnuc.flows.cli.server_choice import choose_server  # it brings servers along
@@ -102,15 +102,6 @@ def run_from_terminal(function_path: str, model: type[FlowSettings], settings: A
     if server is not None:
         server.finish()
     return outcome
-
-
-def _prepare_prefect() -> None:
-    """Prepare the environment for Prefect, which reads its settings when it is imported."""
-    prepare_prefect()
-    # In a child of a process of `virnuc serve`, Prefect was imported before.
-    preloaded = sys.modules.get("virnuc.flows.cli.preload_prefect")
-    if preloaded is not None:
-        preloaded.read_settings_again()
 
 
 def _import(path: str) -> Any:

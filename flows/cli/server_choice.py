@@ -103,6 +103,10 @@ def _has_named_server(way_out: str) -> bool:
         ConfigError: Prefect cannot be loaded. A package is damaged, or its settings are.
     """
     try:
+        # In a child of a process of `virnuc serve`, Prefect was imported before the child began.
+        preloaded = sys.modules.get("virnuc.flows.cli.preload_prefect")
+        if preloaded is not None:
+            preloaded.read_settings_again()
         from prefect.settings import PREFECT_API_URL
 
         url = PREFECT_API_URL.value()

@@ -8,7 +8,6 @@ import subprocess
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 from prefect.client.orchestration import get_client
 
@@ -137,10 +136,13 @@ def test_a_child_shows_its_run_on_the_server_that_the_user_has_named(
     environment = serve_environment(tmp_path, server)
     with serving(tmp_path, environment) as process, get_client(sync_client=True) as client:
         n_before = n_handed_over(tmp_path)
-        command = command_of(some_reads, models, tmp_path / "run")
-        predict(command, environment, tmp_path)
+        out = tmp_path / "run"
+        command = command_of(some_reads, models, out)
+        with background(command, environment, tmp_path / "log", cwd=tmp_path) as run:
+            wait_for(lambda: committed(out) >= 2, "two shards")
+            family = family_of(child_of_server(process).pid)
+            assert not running_with(PROCESS_NAME, family), "no temporary server is needed"
+            assert run.wait(PATIENCE_S) == 0
         assert n_handed_over(tmp_path) == n_before + 1
         states = [run.state_name for run in client.read_flow_runs()]
         assert states == ["Completed"]
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
-        assert not running_with(PROCESS_NAME, family), "no temporary server was needed"

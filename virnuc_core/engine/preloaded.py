@@ -48,6 +48,9 @@ MAX_FACTS_BYTES: Final = 1 << 16
 # A message of the server to the process. The connection of a terminal process comes with it.
 REQUEST: Final = b"connection"
 LOADING: Final = "the program is being loaded"
+FAILED: Final = "the program could not be loaded a moment ago"
+# Seconds before another process is started after one that ended while it loaded the program
+RETRY_S: Final = 60.0
 FAILURE: Final = 1  # exit code
 
 
@@ -77,6 +80,8 @@ class PreloadedProcess:
         self._facts: dict[str, str] | None = None
         # When it was ready or got its last command, `time.monotonic()`
         self._last_use_s = 0.0
+        # Before this time no other process is started, `time.monotonic()`.
+        self._retry_at_s = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -132,6 +137,8 @@ class PreloadedProcess:
         with self._lock:
             self._update()
             try:
+                if self._control is None and time.monotonic() < self._retry_at_s:
+                    return FAILED
                 if self._control is None:
                     self._start_in_thread(self._start)
                 if self._control is None or self._facts is None:
@@ -155,6 +162,8 @@ class PreloadedProcess:
         except BlockingIOError:  # it has said nothing new
             return
         except (OSError, ValueError):  # it has ended: the content is empty, which is no JSON
+            if self._facts is None:
+                self._retry_at_s = time.monotonic() + RETRY_S
             self._forget()
         self._last_use_s = time.monotonic()
 

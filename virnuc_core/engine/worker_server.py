@@ -326,6 +326,7 @@ class WorkerServer:
             reason = self._preloaded[request.program].hand_over(request.facts, run.fileno())
         if reason:
             run.send(Refused(reason=reason).line())
+            self._report(f"process {peer.pid} runs its command itself: {reason}")
             return
         # The child has the connection now. `release` would end it there, too.
         os.close(run.detach())

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,13 @@ from virnuc_core.command_handover import (
     format_message,
     parse_message,
 )
-from virnuc_core.engine.preloaded import _file_states, _loaded_files
+from virnuc_core.engine.preloaded import (
+    FAILED,
+    LOADING,
+    PreloadedProcess,
+    _file_states,
+    _loaded_files,
+)
 from virnuc_core.engine.worker_server import WorkerServer
 from virnuc_core.private_socket import Messages, Peer, PrivateListener, connect
 
@@ -400,6 +407,29 @@ def test_a_second_program_is_loaded_when_a_command_asks_for_it(tmp_path: Path) -
         processes = [server.preloaded, psutil.Process(server.server._preloaded["second toy"].pid)]
         assert processes[0] != processes[1]
     wait_for(lambda: all(map(has_ended, processes)), "the end of both")
+
+
+def test_a_program_that_cannot_be_loaded_is_not_tried_again_by_each_command() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        preloaded = PreloadedProcess("no_such_module", lambda start: threads.submit(start).result())
+        assert preloaded.hand_over({}, 0) == LOADING
+        assert preloaded.pid is not None
+        failed = psutil.Process(preloaded.pid)
+        wait_for(lambda: has_ended(failed), "the end of the process")
+        wait_for(lambda: preloaded.hand_over({}, 0) == FAILED, "the end of its connection")
+        assert preloaded.pid is None
+        preloaded._retry_at_s = 0.0  # after a while
+        assert preloaded.hand_over({}, 0) == LOADING
+        assert preloaded.pid is not None
+        preloaded.end()
+
+
+def test_the_server_reports_why_a_command_runs_itself(tmp_path: Path) -> None:
+    environment = {**os.environ, "TOY_FACT": "other"}
+    with running_server(tmp_path / "serve") as server:
+        server.run_anyhow("code", "3", env=environment, input="")
+        event = server.events.get(timeout=PATIENCE_S)
+    assert event.endswith("runs its command itself: it has another TOY_FACT")
 
 
 def test_a_program_that_the_server_does_not_know_is_refused(server: Server) -> None:

@@ -291,10 +291,10 @@ import logging, os, sys
 from virnuc.flows.cli import preload_prefect
 preload_prefect.load()
 os.environ["PREFECT_LOGGING_LEVEL"] = "DEBUG"
-from virnuc.flows.cli.run_from_terminal import _prepare_prefect
+from virnuc.flows.cli.server_choice import _has_named_server
 from virnuc_core.confidential import secrets_hidden
 with secrets_hidden(streams=True):
-    _prepare_prefect()
+    assert not _has_named_server("")
     for name in ("", "uvicorn"):
         (handler,) = logging.getLogger(name).handlers
         print(handler.console.file is sys.stderr)
@@ -305,14 +305,78 @@ print(logging.getLogger("prefect").level == logging.DEBUG)
     assert run_python(source, HOME=str(tmp_path)) == 4 * "True\n"
 
 
+LOGGING_OF_THE_USER = """
+version: 1
+disable_existing_loggers: false
+formatters:
+  plain: {format: '%(message)s'}
+handlers:
+  stream: {class: logging.StreamHandler, formatter: plain}
+root: {handlers: [stream]}
+"""
+
+
 @pytest.mark.slow
-def test_no_command_fits_a_process_in_which_prefect_cannot_be_loaded(tmp_path: Path) -> None:
+def test_handlers_of_the_user_are_made_anew_and_none_is_there_twice(tmp_path: Path) -> None:
+    settings = tmp_path / "logging.yml"
+    settings.write_text(LOGGING_OF_THE_USER)
+    source = """
+import logging, sys
+from virnuc.flows.cli import preload_prefect
+preload_prefect.load()
+sys.stderr = own = open("/dev/null", "w")
+preload_prefect.read_settings_again()
+(handler,) = logging.getLogger().handlers
+print(handler.stream is own)
+print(len(logging.getLogger("more").handlers))
+"""
+    names = {
+        "PREFECT_LOGGING_SETTINGS_PATH": str(settings),
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "more",
+    }
+    expected = run_python(
+        "import logging, prefect.main; print(len(logging.getLogger('more').handlers))",
+        HOME=str(tmp_path),
+        **names,
+    )
+    assert run_python(source, HOME=str(tmp_path), **names) == f"True\n{expected}"
+
+
+@pytest.mark.slow
+def test_settings_that_can_no_longer_be_read_end_no_run(tmp_path: Path) -> None:
+    """The run goes on without a server, as in a process of its own."""
+    settings = tmp_path / "logging.yml"
+    settings.write_text(LOGGING_OF_THE_USER)
+    source = f"""
+from pathlib import Path
+from virnuc.flows.cli import preload_prefect
+preload_prefect.load()
+Path({str(settings)!r}).write_text("{{")
+from virnuc.flows.cli.server_choice import _has_named_server
+from virnuc_core.errors import ConfigError
+try:
+    _has_named_server("leave it out")
+except ConfigError as error:
+    print("refused")
+"""
+    names = {"PREFECT_LOGGING_SETTINGS_PATH": str(settings)}
+    assert run_python(source, HOME=str(tmp_path), **names) == "refused\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PREFECT_API_REQUEST_TIMEOUT", "no number"), ("PREFECT_PLUGINS_ENABLED", "true")],
+)
+def test_no_command_fits_a_process_in_which_prefect_cannot_be_loaded_for_others(
+    tmp_path: Path, name: str, value: str
+) -> None:
     source = """
 from virnuc.flows.cli import preload_prefect
 preload_prefect.load()
 print(preload_prefect.facts())
 """
-    environment = {"HOME": str(tmp_path), "PREFECT_API_REQUEST_TIMEOUT": "no number"}
+    environment = {"HOME": str(tmp_path), name: value}
     assert (
         run_python(source, **environment) == "{'setting of Prefect': 'Prefect cannot be loaded'}\n"
     )
