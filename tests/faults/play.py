@@ -487,8 +487,12 @@ def _prepare_child(limit: Limit | None, account: Account | None) -> None:
 
 
 def mark_of(number: int, scene: Scene) -> str:
-    """Return the mark that every process of a round bears."""
-    return f"{scene.folder.parent.name}-{number}"
+    """Return the mark that every process of a round bears.
+
+    Whatever bears it is killed after the round. So it has the whole path of the scene: test
+    processes side by side have scenes in folders of the same name.
+    """
+    return f"{scene.folder}-{number}"
 
 
 def play(number: int, scene: Scene, seed: int, plan: Plan | None = None) -> Round:

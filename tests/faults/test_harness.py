@@ -19,7 +19,7 @@ from tests.failing_files import OPEN, failing_variables, has_compiler
 from tests.integration.processes import wait_for
 
 from .harness import cores, rounds, works
-from .play import Play, play
+from .play import Play, mark_of, play
 from .rounds import Plan, Round, line, plans, table
 from .scene import MARK, Scene, Work, leaves, said
 from .strikes import damage, left_over, marked
@@ -37,12 +37,26 @@ def sleeping(mark: str, *, parent_too: bool = True) -> subprocess.Popen[bytes]:
 
 
 def test_a_process_is_found_by_its_environment_also_when_its_parent_is_gone(tmp_path: Path) -> None:
-    sleeping(tmp_path.name, parent_too=False).wait()
+    mark = str(tmp_path)
+    sleeping(mark, parent_too=False).wait()
     # A process that has just begun to run another program has no environment for a moment.
-    wait_for(lambda: marked(tmp_path.name), "the process with the mark")
-    assert len(left_over(tmp_path.name, 0.0)) == 1
-    assert left_over(tmp_path.name, 60.0) == []
+    wait_for(lambda: marked(mark), "the process with the mark")
+    assert len(left_over(mark, 0.0)) == 1
+    assert left_over(mark, 60.0) == []
     assert marked("another round") == []
+
+
+def test_rounds_that_are_played_side_by_side_leave_each_others_processes_alone(
+    tmp_path: Path,
+) -> None:
+    """Each test process has a folder of its own, and in it a scene of the same name."""
+    scenes = [Scene(tmp_path / folder / "rounds0" / "scene") for folder in ("gw0", "gw1")]
+    marks = [mark_of(2, scene) for scene in scenes]
+    with sleeping(marks[0]) as process:
+        wait_for(lambda: len(marked(marks[0])) == 2, "both processes with the mark")
+        assert left_over(marks[1], 0.0) == []
+        assert process.poll() is None
+        left_over(marks[0], 0.0)
 
 
 def test_a_file_that_differs_is_missing_or_left_over_is_seen(tmp_path: Path) -> None:
