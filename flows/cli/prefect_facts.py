@@ -48,11 +48,26 @@ def prefect_facts(environment: Mapping[str, str]) -> dict[str, str]:
             sources[name] = value
     for name in (ENVIRONMENT_FILE, PROJECT_FILE, PREFECT_FILE):
         sources[name] = _settings_in_file(name)
-    home = os.path.expanduser(variables.get("PREFECT_HOME") or "~/.prefect")  # noqa: PTH111 - raises no error
-    profiles = Path(variables.get("PREFECT_PROFILES_PATH") or f"{home}/{PROFILES}")
-    sources["profiles"] = f"{_full_name(profiles)} {_content(profiles)!r}"
+    profiles = _profiles_file(variables)
+    sources["file with the profiles"] = _full_name(profiles)
+    sources["profiles"] = _text_of(_content(profiles))
     text = json.dumps(sources, sort_keys=True)
-    return {SETTINGS: hashlib.sha256(text.encode()).hexdigest()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {SETTINGS: digest}
+
+
+def _profiles_file(variables: Mapping[str, str]) -> Path:
+    """Return the file in which Prefect looks for profiles. It may be missing.
+
+    Args:
+        variables: The environment variables.
+    """
+    named_file = variables.get("PREFECT_PROFILES_PATH")
+    if named_file:
+        return Path(named_file)
+    home = variables.get("PREFECT_HOME") or "~/.prefect"
+    # `Path.expanduser` raises an error if the user has no home.
+    return Path(os.path.expanduser(home)) / PROFILES  # noqa: PTH111
 
 
 def _settings_in_file(name: str) -> str:
@@ -66,7 +81,7 @@ def _settings_in_file(name: str) -> str:
         return ""
     if name == PROJECT_FILE:
         return _table_of_prefect(content)
-    return content.decode(errors="backslashreplace")
+    return _text_of(content)
 
 
 def _table_of_prefect(project: bytes) -> str:
@@ -80,8 +95,13 @@ def _table_of_prefect(project: bytes) -> str:
     try:
         table = tomllib.loads(project.decode()).get("tool", {}).get("prefect")
     except (ValueError, AttributeError):
-        return repr(project)
+        return _text_of(project)
     return "" if table is None else repr(table)
+
+
+def _text_of(content: bytes) -> str:
+    """Return the content of a file as text, in which different contents remain different."""
+    return repr(content) if content else ""
 
 
 def _full_name(path: Path) -> str:

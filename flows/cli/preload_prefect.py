@@ -7,11 +7,13 @@ the command are those with which Prefect was imported (`virnuc.flows.cli.prefect
 import importlib
 import logging
 import os
+import sys
 from typing import Final
 
 from virnuc.flows.cli import preload
 from virnuc.flows.cli.prefect_facts import SETTINGS, prefect_facts
 from virnuc.flows.cli.prefect_settings import set_prefect_defaults
+from virnuc.flows.running_alone import reason_in_one_line
 from virnuc_core.errors import ConfigError
 
 # Modules that a run of `virnuc predict` with a Prefect server imports, besides those of `preload`
@@ -42,8 +44,10 @@ def load() -> None:
     _facts.update(prefect_facts(os.environ))
     try:
         _import_all()
-    except (Exception, SystemExit):  # noqa: BLE001 - a damaged package raises errors of any type
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a damaged package raises any error
         _facts[SETTINGS] = NOT_LOADED
+        # The server and this process write to the same terminal.
+        sys.stderr.write(f"{NOT_LOADED} for the next commands: {reason_in_one_line(error)}\n")
 
 
 def _import_all() -> None:

@@ -104,9 +104,9 @@ def _has_named_server(way_out: str) -> bool:
     """
     try:
         # In a child of a process of `virnuc serve`, Prefect was imported before the child began.
-        preloaded = sys.modules.get("virnuc.flows.cli.preload_prefect")
-        if preloaded is not None:
-            preloaded.read_settings_again()
+        preload_module = sys.modules.get("virnuc.flows.cli.preload_prefect")
+        if preload_module is not None:
+            preload_module.read_settings_again()
         from prefect.settings import PREFECT_API_URL
 
         url = PREFECT_API_URL.value()

@@ -251,8 +251,8 @@ class WorkerServer:
         If a run is just given a worker, this is left for the next time. Otherwise that run could
         find a worker reserved that no other run has.
         """
-        for name, preloaded in self._preloaded.items():
-            if preloaded.end_if_unused(self._idle_s):
+        for name, process in self._preloaded.items():
+            if process.end_if_unused(self._idle_s):
                 self._report(f"{name} is no longer kept loaded: no command has used it for long")
         if not self._lending_lock.acquire(blocking=False):
             return
@@ -471,8 +471,8 @@ class WorkerServer:
 
     def _end_all(self) -> None:
         """End all workers, lent or not, at the same time."""
-        for preloaded in self._preloaded.values():
-            preloaded.end()
+        for process in self._preloaded.values():
+            process.end()
         held_workers = self._held_workers()
         with ThreadPoolExecutor(1 + len(held_workers)) as threads:
             for held in held_workers:

@@ -365,18 +365,28 @@ except ConfigError as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("PREFECT_API_REQUEST_TIMEOUT", "no number"), ("PREFECT_PLUGINS_ENABLED", "true")],
+    ("name", "value", "reason"),
+    [
+        ("PREFECT_API_REQUEST_TIMEOUT", "no number", "request_timeout"),
+        ("PREFECT_PLUGINS_ENABLED", "true", "plugins of Prefect begin when it is imported"),
+    ],
 )
 def test_no_command_fits_a_process_in_which_prefect_cannot_be_loaded_for_others(
-    tmp_path: Path, name: str, value: str
+    tmp_path: Path, name: str, value: str, reason: str
 ) -> None:
     source = """
 from virnuc.flows.cli import preload_prefect
 preload_prefect.load()
 print(preload_prefect.facts())
 """
-    environment = {"HOME": str(tmp_path), name: value}
-    assert (
-        run_python(source, **environment) == "{'setting of Prefect': 'Prefect cannot be loaded'}\n"
+    finished = subprocess.run(
+        [sys.executable, "-P", "-c", source],
+        env={**os.environ, "HOME": str(tmp_path), name: value},
+        capture_output=True,
+        check=True,
+        text=True,
     )
+    assert finished.stdout == "{'setting of Prefect': 'Prefect cannot be loaded'}\n"
+    line = finished.stderr.splitlines()[-1]
+    assert line.startswith("Prefect cannot be loaded for the next commands: ")
+    assert reason in line
